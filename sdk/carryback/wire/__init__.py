@@ -1,0 +1,118 @@
+"""What crosses a process boundary: header names, ids, and the reuse report.
+
+The client, the router and the engine plug-in share this module. It needs nothing but the standard
+library; the engine events, which need msgspec, are in `carryback.wire.events`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+# Sent by the client. Plain headers, so that any OpenAI-compatible server accepts the request.
+CONVERSATION_ID = "X-Conversation-ID"
+CONVERSATION_PARENT = "X-Conversation-Parent"
+CONVERSATION_END = "X-Conversation-End"
+TURN_ID = "X-Turn-ID"
+TURN_STEP = "X-Turn-Step"
+
+# Sent by the router. `X-Carryback-Reuse: off` is also read from a request: no reuse for this one.
+CARRYBACK_CONVERSATION = "X-Carryback-Conversation"
+CARRYBACK_TURN = "X-Carryback-Turn"
+CARRYBACK_REUSE = "X-Carryback-Reuse"
+
+MAX_ID_LENGTH = 256
+
+# Where a conversation id may come from, first one present wins. (kind, name); "body" names are
+# paths into the JSON body. `conversation_id` is removed before the body reaches an engine.
+CONVERSATION_SOURCES: tuple[tuple[Literal["header", "body"], str], ...] = (
+    ("header", CONVERSATION_ID),
+    ("body", "conversation_id"),
+    ("header", "X-Session-ID"),
+    ("body", "session_id"),
+    ("body", "session_params.session_id"),
+    ("header", "X-Dynamo-Session-ID"),
+    ("header", "X-Session-Affinity"),
+    ("header", "X-Correlation-ID"),
+    ("header", "X-LiteLLM-Session-Id"),
+    ("header", "X-Claude-Code-Session-Id"),
+    ("header", "session_id"),
+    ("header", "session-id"),
+)
+
+
+def check_id(value: str, name: str) -> str:
+    """Return `value` if it may be an id: 1 to 256 printable ASCII characters.
+
+    Args:
+        value: the id as it came.
+        name: the header or field it came from, for the message.
+
+    Raises:
+        ValueError: says what is wrong with which field.
+    """
+    if not value:
+        raise ValueError(f"{name} is empty; an id has 1 to {MAX_ID_LENGTH} characters")
+    if len(value) > MAX_ID_LENGTH:
+        raise ValueError(f"{name} has {len(value)} characters; at most {MAX_ID_LENGTH} are allowed")
+    if not (value.isascii() and value.isprintable()):
+        raise ValueError(f"{name} has characters that are not printable ASCII")
+    return value
+
+
+Outcome = Literal["hit", "partial", "miss"]
+
+_REUSE = re.compile(r"\s*(hit|partial|miss)\s*((?:;[^;]*)*)\s*")
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What one request reused, as the `X-Carryback-Reuse` response header says it.
+
+    Attributes:
+        outcome: `hit` (all full blocks of the held history), `partial` (its verified prefix) or `miss`.
+        tokens: prompt tokens whose KV was read back from the decode engine.
+        reason: one word, e.g. `verified`, `history_changed`, `no_record`, `off`, `expired`.
+        recomputed: prompt tokens that the prefill engine computed.
+        cached: prompt tokens that the prefill engine had in its own prefix cache.
+    """
+
+    outcome: Outcome
+    tokens: int
+    reason: str
+    recomputed: int = 0
+    cached: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """All tokens of the prompt: read back, computed and locally cached."""
+        return self.tokens + self.recomputed + self.cached
+
+    def header(self) -> str:
+        """The header's value, e.g. `hit; tokens=1024; reason=verified; recomputed=37; cached=0`."""
+        return (
+            f"{self.outcome}; tokens={self.tokens}; reason={self.reason}; "
+            f"recomputed={self.recomputed}; cached={self.cached}"
+        )
+
+    @classmethod
+    def parse(cls, header: str) -> Reuse:
+        """Read a header's value; parameters that are not known are left aside.
+
+        Raises:
+            ValueError: the value is not of the header's form.
+        """
+        match = _REUSE.fullmatch(header)
+        if match is None:
+            raise ValueError(f"not a {CARRYBACK_REUSE} value: {header!r}")
+        fields = dict(
+            (part.strip().split("=", 1) + [""])[:2] for part in match[2].split(";") if part.strip()
+        )
+        return cls(
+            outcome=match[1],  # type: ignore[arg-type]
+            tokens=int(fields.get("tokens", 0)),
+            reason=fields.get("reason", ""),
+            recomputed=int(fields.get("recomputed", 0)),
+            cached=int(fields.get("cached", 0)),
+        )

@@ -1,0 +1,90 @@
+"""What an engine tells the routers about the KV it holds, over ZMQ PUB.
+
+A message has two frames: the topic, and one version byte followed by a msgpack-encoded event. The
+topic of `Held` and `Released` is the key that the router gave the request, so that a router
+subscribes to its own keys; the topic of `Hello` is `hello`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+VERSION = 1
+HELLO_TOPIC = b"hello"
+
+ReleaseReason = Literal["read", "expired", "asked"]
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """Sent every second, so that routers notice a restart (a new engine id) and lost events.
+
+    Attributes:
+        engine: the engine's id, new with every start.
+        seq: how many `Held` and `Released` events the engine has published so far.
+    """
+
+    engine: str
+    seq: int
+
+
+class Held(msgspec.Struct, tag="held", frozen=True):
+    """The engine holds the KV of a finished request.
+
+    Attributes:
+        engine: the engine's id.
+        seq: number of this event; consecutive within one engine id.
+        key: the router's key of the request (`kv_transfer_params["carryback_key"]`).
+        request: the engine's own id of the request; a release names it.
+        tokens: tokens in the full blocks held (what a later prompt can reuse).
+        blocks: KV blocks pinned.
+        hold_s: seconds, from now, after which the engine lets go by itself.
+        record: the `kv_transfer_params`, JSON, that let a prefill engine read the blocks once.
+    """
+
+    engine: str
+    seq: int
+    key: str
+    request: str
+    tokens: int
+    blocks: int
+    hold_s: float
+    record: bytes
+
+
+class Released(msgspec.Struct, tag="released", frozen=True):
+    """The engine let go of what a `Held` event announced."""
+
+    engine: str
+    seq: int
+    key: str
+    reason: ReleaseReason
+
+
+Event = Hello | Held | Released
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def encode(event: Event) -> tuple[bytes, bytes]:
+    """The two frames of an event."""
+    topic = HELLO_TOPIC if isinstance(event, Hello) else event.key.encode()
+    return topic, bytes([VERSION]) + _encoder.encode(event)
+
+
+def decode(payload: bytes) -> Event:
+    """The event in a message's second frame.
+
+    Raises:
+        ValueError: another version, or not an event.
+    """
+    if payload[:1] != bytes([VERSION]):
+        raise ValueError(
+            f"an engine event of version {payload[0] if payload else None}; this is {VERSION}"
+        )
+    try:
+        return _decoder.decode(payload[1:])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not an engine event: {error}") from error
