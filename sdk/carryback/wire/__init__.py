@@ -106,9 +106,9 @@ class Reuse:
         match = _REUSE.fullmatch(header)
         if match is None:
             raise ValueError(f"not a {CARRYBACK_REUSE} value: {header!r}")
-        fields = dict(
-            (part.strip().split("=", 1) + [""])[:2] for part in match[2].split(";") if part.strip()
-        )
+        fields = {
+            name.strip(): value.strip() for name, _, value in (p.partition("=") for p in match[2].split(";"))
+        }
         return cls(
             outcome=match[1],  # type: ignore[arg-type]
             tokens=int(fields.get("tokens", 0)),
