@@ -38,10 +38,8 @@ class EngineConfig(BaseModel):
     name: str = ""
 
 
-class RouterConfig(BaseModel):
+class RouterConfig(BaseModel, extra="forbid"):
     """The router's settings. Bound to loopback unless told otherwise."""
-
-    model_config = ConfigDict(extra="forbid")
 
     host: str = "127.0.0.1"
     port: int = 8000
