@@ -1,7 +1,7 @@
 """What an engine tells the routers about the KV it holds, over ZMQ PUB.
 
 A message has two frames: the topic, and one version byte followed by a msgpack-encoded event. The
-topic of `Held` and `Released` is the key that the router gave the request, so that a router
+topic of all others but `Hello` is the key that the router gave the request, so that a router
 subscribes to its own keys; the topic of `Hello` is `hello`.
 """
 
@@ -22,7 +22,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
     Attributes:
         engine: the engine's id, new with every start.
-        seq: how many `Held` and `Released` events the engine has published so far.
+        seq: number of the last other event that the engine has published.
     """
 
     engine: str
@@ -62,7 +62,20 @@ class Released(msgspec.Struct, tag="released", frozen=True):
     reason: ReleaseReason
 
 
-Event = Hello | Held | Released
+class Declined(msgspec.Struct, tag="declined", frozen=True):
+    """A decode engine computed a prompt itself: what it was told to read was not the prompt's KV.
+
+    Attributes:
+        reason: `unverified` (no valid seal), `prompt_differs` (the two hops' prompts differ).
+    """
+
+    engine: str
+    seq: int
+    key: str
+    reason: str
+
+
+Event = Hello | Held | Released | Declined
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
@@ -81,9 +94,7 @@ def decode(payload: bytes) -> Event:
         ValueError: another version, or not an event.
     """
     if payload[:1] != bytes([VERSION]):
-        raise ValueError(
-            f"an engine event of version {payload[0] if payload else None}; this is {VERSION}"
-        )
+        raise ValueError(f"an engine event of version {payload[0] if payload else None}; this is {VERSION}")
     try:
         return _decoder.decode(payload[1:])
     except msgspec.DecodeError as error:

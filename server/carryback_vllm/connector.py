@@ -1,0 +1,408 @@
+"""vLLM's NIXL connector, made safe to read KV back from decode to prefill.
+
+Loaded by vLLM with `--kv-transfer-config '{"kv_connector": "CarrybackConnector",
+"kv_connector_module_path": "carryback_vllm.connector", ...}'`.
+
+What it adds to `NixlPullConnector`, on both engines alike:
+
+- Records are sealed by the engine that holds the blocks and verified by the one that reads them
+  (`carryback_vllm.seal`): a prefill engine reads the verified prefix of what a decode engine holds, a
+  decode engine reads a prompt's KV only if it is that prompt's.
+- `kv_transfer_params["hold_s"]` is how long, in seconds, this request's blocks are held; 0: not at all.
+- `kv_transfer_params["carryback_key"]`: the router's key of the request. What the engine then holds is
+  published as an event and is not in the response.
+- `kv_transfer_params["carryback_release"]`: a list of engine request ids whose blocks are let go of now.
+- A prefill engine's answer says what was reused, in `kv_transfer_params["carryback_reuse"]`.
+- A prefill engine's blocks are not read after its lease ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from carryback_vllm.cpu import calm_new_threads
+from carryback_vllm.events import Publisher
+from carryback_vllm.seal import SEALED_FIELDS, Sealer, block_count
+from carryback_vllm.version import check_version
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, ReqMeta
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    BlockIds = tuple[list[int], ...]
+
+logger = init_logger("vllm.carryback")
+
+# A read of a prompt's KV must be under way this long before the prefill engine's lease ends.
+# (For what a decode engine holds, stock code wants 5 s.)
+LEASE_MARGIN_S = 1.0
+
+
+class CarrybackConnector(NixlPullConnector):
+    """`NixlPullConnector` with verified reads, retention per request, and events.
+
+    Extra settings, in `kv_connector_extra_config`: `carryback_events`, the ZMQ address on which a decode
+    engine publishes.
+
+    Raises:
+        RuntimeError: unsupported vLLM, no key, or a setting that cannot work; says what to change.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        check_version(vllm.__version__)
+        # Past NixlPullConnector's own constructor, which would build the two parts that we replace.
+        super(NixlPullConnector, self).__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = CarrybackScheduler(vllm_config, self.engine_id, kv_cache_config)
+        else:
+            with calm_new_threads():
+                self.connector_worker = CarrybackWorker(vllm_config, self.engine_id, kv_cache_config)
+
+
+@dataclass
+class _Match:
+    """What a request may read, decided once, and what became of it."""
+
+    blocks: int = 0
+    "Leading blocks of the record that are this prompt's."
+    whole: bool = False
+    "Nothing that could have been reused was left out."
+    reason: str = "no_record"
+    cached_tokens: int = 0
+    read_tokens: int = 0
+
+
+@dataclass
+class _Pin:
+    """Blocks that this engine holds for a reader."""
+
+    key: str | None
+    deadline: float
+
+
+class CarrybackScheduler(NixlPullConnectorScheduler):
+    """The scheduler's side: seals, verifies, decides retention, publishes."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._sealer = Sealer.from_environment()
+        self._hash_block_size = kv_cache_config.hash_block_size or self.block_size
+        self._cannot_cut = _why_not_cut(vllm_config, kv_cache_config, self._hash_block_size)
+        self._matches: dict[str, _Match] = {}
+        self._pins: dict[str, _Pin] = {}
+        self._asked: set[str] = set()
+        assert vllm_config.kv_transfer_config is not None
+        address = vllm_config.kv_transfer_config.get_from_extra_config("carryback_events", None)
+        self._publisher = Publisher(address, engine_id) if address else None
+        if vllm_config.cache_config.prefix_caching_hash_algo != "sha256_cbor":
+            raise RuntimeError(
+                "carryback: engines must hash blocks alike; start both with "
+                "--prefix-caching-hash-algo sha256_cbor and the same PYTHONHASHSEED"
+            )
+        if self._cannot_cut:
+            logger.warning("carryback: no KV is read back from decode to prefill: %s", self._cannot_cut)
+
+    def shutdown(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+        super().shutdown()
+
+    # -- a request arrives
+
+    def on_new_request(self, request: Request) -> None:
+        params = request.kv_transfer_params
+        if params is not None:
+            self._release(params.pop("carryback_release", ()))
+            if not self._sealer.is_authentic(params):
+                if params.get("do_remote_prefill") and params.get("remote_block_ids"):
+                    self._declined(params, "unverified")
+                _forget_remote(params)
+            # Stock code takes any `do_remote_prefill` for a promise of blocks.
+            if params.get("do_remote_prefill") and not params.get("remote_block_ids"):
+                params["do_remote_prefill"] = False
+        super().on_new_request(request)
+
+    def _release(self, request_ids: object) -> None:
+        """Let go of pinned blocks: the worker takes a deadline that has passed."""
+        for request_id in request_ids if isinstance(request_ids, Iterable) else ():
+            if isinstance(request_id, str) and request_id in self._pins:
+                self._asked.add(request_id)
+                self._reqs_need_send[request_id] = time.perf_counter()
+
+    # -- what may it read?
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        params = request.kv_transfer_params
+        if params is None:
+            return 0, False
+        match = self._matches.get(request.request_id)
+        if match is None:
+            match = self._matches[request.request_id] = self._match(request, params)
+        match.cached_tokens = num_computed_tokens
+        if match.blocks == 0 or params.get("_remote_blocks_processed"):
+            # Nothing to read; or it was read before, and the request came back after a preemption or a
+            # failed load: the record is spent.
+            return 0, False
+        count, load_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if count == 0 and params.get("do_remote_decode"):
+            local = num_computed_tokens >= match.blocks * self._hash_block_size
+            match.reason = "local_cache" if local else "below_threshold"
+            match.whole = match.whole and local
+        return count, load_async
+
+    def _match(self, request: Request, params: dict[str, Any]) -> _Match:
+        """Compare the record with the prompt, and cut it to the blocks that are the prompt's."""
+        if not params.get("remote_block_ids"):
+            return _Match(reason=params.pop("_carryback_refused", "no_record"))
+        common = self._sealer.common_blocks(params, request.block_hashes)
+        if params.get("do_remote_prefill"):
+            return self._match_prompt(request, params, common)
+        if self._cannot_cut:
+            return _Match(reason="unsupported_layout")
+        if params["carryback"].get("block_size") != self._hash_block_size or (
+            params.get("tp_size") != self.transfer_tp_size
+        ):
+            return _Match(reason="layouts_differ")
+        # At least one token is left to compute: its logits are the answer.
+        usable = min(block_count(params), (request.num_prompt_tokens - 1) // self._hash_block_size)
+        blocks = min(common, usable)
+        if blocks:
+            params["remote_block_ids"] = [params["remote_block_ids"][0][:blocks]]
+            params["remote_num_tokens"] = blocks * self._hash_block_size
+        if usable == 0:
+            return _Match(reason="too_short")
+        return _Match(blocks, blocks == usable, "verified" if blocks == usable else "history_changed")
+
+    def _match_prompt(self, request: Request, params: dict[str, Any], common: int) -> _Match:
+        """A decode engine reads a prompt's KV whole, or computes the prompt itself."""
+        tokens = params.get("remote_num_tokens") or 0
+        tail = self._tail(request, tokens)
+        expected = self._get_remote_prefill_token_count(request.num_prompt_tokens)
+        if (
+            tokens == expected
+            and common == block_count(params) == tokens // self._hash_block_size
+            and tail == params["carryback"]["tail"]
+        ):
+            return _Match(max(common, 1), True, "verified")
+        logger.error(
+            "carryback: request %s is not the prompt whose KV it came with (%d of %d tokens match); "
+            "computing it here. The two hops must send the same prompt to engines of the same block size.",
+            request.request_id,
+            common * self._hash_block_size,
+            tokens,
+        )
+        self._declined(params, "prompt_differs")
+        return _Match(reason="prompt_differs")
+
+    def _tail(self, request: Request, tokens: int) -> str:
+        start = tokens // self._hash_block_size * self._hash_block_size
+        return self._sealer.tail(
+            (request.prompt_token_ids or [])[start:tokens],
+            [feature.identifier for feature in request.mm_features],
+        )
+
+    def _declined(self, params: dict[str, Any], reason: str) -> None:
+        if self._publisher is not None and isinstance(key := params.get("carryback_key"), str):
+            self._publisher.declined(key, reason)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        params = request.kv_transfer_params
+        first = params is not None and not params.get("_remote_blocks_processed")
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if params is None:
+            return
+        # Stock code tracks requests that come with a transfer; we may hold any request's blocks, and
+        # the worker never lets go of blocks that it does not track.
+        self._reqs_in_batch.add(request.request_id)
+        if first and (match := self._matches.get(request.request_id)) is not None:
+            match.read_tokens = num_external_tokens
+
+    # -- progress reported by the workers
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        for request_id in connector_output.failed_recving or ():
+            if (match := self._matches.get(request_id)) is not None:
+                match.read_tokens, match.whole, match.reason = 0, False, "load_failed"
+        for request_id in connector_output.finished_sending or ():
+            asked = request_id in self._asked
+            self._asked.discard(request_id)
+            pin = self._pins.pop(request_id, None)
+            if pin is None or pin.key is None or self._publisher is None:
+                continue
+            expired = time.perf_counter() >= pin.deadline
+            self._publisher.released(pin.key, "asked" if asked else "expired" if expired else "read")
+
+    # -- a request is finished
+
+    def request_finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        match = self._matches.pop(request.request_id, None)
+        params = request.kv_transfer_params
+        hold, record = super().request_finished(request, block_ids)
+        if params is None or record is None:
+            return hold, record
+        is_prefill = bool(params.get("do_remote_decode"))
+        key = params.get("carryback_key")
+        hold_s = params.get("hold_s")
+        if not isinstance(hold_s, int | float):
+            hold_s = self._kv_lease_duration if is_prefill else self.decoder_kv_blocks_ttl
+        tokens = self._tokens_held(request, is_prefill)
+        full_blocks = min(tokens // self._hash_block_size, len(request.block_hashes))
+        # A decode engine's record is worth holding only for what a later prompt can read of it.
+        useful = is_prefill or (not self._cannot_cut and full_blocks > 0)
+        if hold and (hold_s <= 0 or not useful):
+            self._reqs_need_send.pop(request.request_id, None)
+            self._reqs_not_processed.add(request.request_id)
+            hold = False
+        if hold:
+            deadline = time.perf_counter() + hold_s
+            self._reqs_need_send[request.request_id] = deadline
+            self._pins[request.request_id] = _Pin(None if is_prefill else key, deadline)
+            record["remote_block_ids"] = [list(group) for group in record["remote_block_ids"]]
+            if not is_prefill:
+                # Only full blocks have a hash to verify them by.
+                tokens = full_blocks * self._hash_block_size
+                record["remote_block_ids"] = [record["remote_block_ids"][0][:full_blocks]]
+            record["remote_num_tokens"] = tokens
+            record["remote_blocks_expiry_time"] = deadline
+            self._sealer.seal(
+                record,
+                digests=self._sealer.digests(request.block_hashes[:full_blocks]),
+                tail=self._tail(request, tokens) if is_prefill else "",
+                block_size=self._hash_block_size,
+            )
+        else:
+            _forget_remote(record)
+        if is_prefill:
+            record["carryback_reuse"] = _report(request, match)
+            return hold, record
+        if not isinstance(key, str) or self._publisher is None:
+            return hold, record
+        if hold:
+            self._publisher.held(
+                key,
+                request.request_id,
+                tokens=tokens,
+                blocks=sum(len(group) for group in block_ids),
+                hold_s=hold_s,
+                record=msgspec.json.encode(record),
+            )
+        # The router has it from the event; a client has no use for block ids and addresses.
+        return hold, None
+
+    def _tokens_held(self, request: Request, is_prefill: bool) -> int:
+        """Tokens whose KV the request's blocks hold for certain."""
+        if is_prefill:
+            # What stock code tells the reader; the prompt, less what the model needs recomputed.
+            return request.num_prompt_tokens
+        # With asynchronous scheduling the count runs ahead of what was sampled; the last sampled
+        # token's KV is never needed.
+        return min(request.num_computed_tokens, request.num_tokens - 1)
+
+
+class CarrybackWorker(NixlPullConnectorWorker):
+    """The worker's side: no read of a prompt's KV after the prefill engine's lease on it ended.
+
+    Stock code checks this for what a decode engine holds, by the deadline in the record and the clock
+    offset from the handshake. A prefill engine's record now has a deadline as well, but a decode engine
+    extends that lease with heartbeats, so we count those that can have arrived in time. The engines must
+    have the same `kv_lease_duration`.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        assert vllm_config.kv_transfer_config is not None
+        self._is_prefill = vllm_config.kv_transfer_config.kv_role == "kv_producer"
+        self._beats: dict[str, list[float]] = {}
+
+    def _send_heartbeats(self, metadata: NixlConnectorMetadata) -> None:
+        super()._send_heartbeats(metadata)
+        if not metadata.heartbeat_by_engine:
+            return
+        now = time.perf_counter()
+        beats: dict[str, list[float]] = {}
+        for engine_id, info in metadata.heartbeat_by_engine.items():
+            # Without a handshake the heartbeat was not sent.
+            if engine_id in self._remote_agents:
+                for request_id in info.req_ids:
+                    beats[request_id] = [*self._beats.get(request_id, ()), now]
+        self._beats = beats
+
+    def _is_turn2_read_expired(self, meta: ReqMeta) -> bool:
+        remote = meta.remote
+        if self._is_prefill or remote is None or remote.blocks_expiry_time is None:
+            return super()._is_turn2_read_expired(meta)
+        deadline = remote.blocks_expiry_time - self._engine_clock_offset[remote.engine_id]
+        for beat in self._beats.get(remote.request_id, ()):
+            if beat + LEASE_MARGIN_S < deadline:
+                deadline = max(deadline, beat + self._lease_extension)
+        return time.perf_counter() + LEASE_MARGIN_S >= deadline
+
+
+def _why_not_cut(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, hash_block_size: int) -> str:
+    """Why a record cannot be cut at a block for this model and layout; empty if it can.
+
+    A block of full attention holds the KV of its own tokens, which depends on the tokens before it and
+    on nothing else. What other layouts keep (a window, a running state, shares of several ranks) is
+    whole or useless, and is not read back.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"the model has {len(groups)} KV cache groups, and one of full attention is needed"
+    spec = groups[0].kv_cache_spec
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        return f"the model's KV cache is {type(spec).__name__}, and full attention is needed"
+    if spec.sliding_window is not None or spec.attention_chunk_size is not None or spec.non_causal:
+        return "the model's attention is windowed, chunked or not causal"
+    if spec.block_size != hash_block_size:
+        return f"blocks of {spec.block_size} tokens are hashed by {hash_block_size}"
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism spreads a block over ranks"
+    if vllm_config.speculative_config is not None:
+        return "a speculative decoder keeps KV of its own"
+    return ""
+
+
+def _forget_remote(params: dict[str, Any]) -> None:
+    """Take out all that stock code would act on; what was there was not sealed by an engine of ours."""
+    if params.get("remote_block_ids"):
+        params["_carryback_refused"] = "unverified"
+    for name in SEALED_FIELDS:
+        if name.startswith("remote_"):
+            params.pop(name, None)
+    params.pop("carryback", None)
+
+
+def _report(request: Request, match: _Match | None) -> dict[str, Any]:
+    """What a prefill did, for the router: tokens read, computed and cached, and why."""
+    match = match or _Match()
+    prompt = request.num_prompt_tokens
+    reused = match.read_tokens
+    return {
+        "outcome": "hit" if match.whole else "partial" if reused else "miss",
+        "tokens": reused,
+        "cached": match.cached_tokens,
+        "recomputed": max(prompt - reused - match.cached_tokens, 0),
+        "reason": match.reason,
+    }
