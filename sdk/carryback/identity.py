@@ -26,10 +26,12 @@ from typing import Any
 # be there unchanged, and an assistant's among the history.
 _TAIL_KEY = 4
 # Newest messages of a state that are compared further, and the share of them that must be equal.
-_TAIL = 32
+_TAIL = 16
 _TAIL_SHARE = 0.75
 # Messages that may have been added behind a known tail.
 _ADDED = 16
+# Conversations with equal messages and different tools that are told apart.
+_MAX_OPEN = 8
 
 # Fields that come and go without changing what was said: answers echoed with more or fewer of the
 # server's own fields, reasoning that clients drop, cache marks that clients move from turn to turn.
@@ -42,6 +44,8 @@ _IGNORED = frozenset(
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _REASONING_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 
+# `dict` first: the check of an abstract class alone is slow, and every message needs some.
+_MAPPING = (dict, Mapping)
 _encode = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr).encode
 
 # What a message is to a turn.
@@ -71,7 +75,7 @@ class Identity:
     is_edited: bool
 
 
-@dataclass
+@dataclass(slots=True)
 class _State:
     """What one or more requests with equal messages left behind."""
 
@@ -81,7 +85,8 @@ class _State:
     # Conversations that have not been continued from here, by the digest of their tools. An empty
     # id stands for several.
     open: dict[bytes, str] = field(default_factory=dict)
-    tail: tuple[bytes, ...] = ()  # digests of the newest messages, system prompts left out
+    # Digests of the newest messages, system prompts left out, while the state is open.
+    tail: tuple[bytes, ...] = ()
 
     def continued_by(self, tools: bytes) -> bytes | None:
         """The key in `open` of the one conversation that a request can continue, if there is one."""
@@ -129,14 +134,15 @@ class Identifier:
             group: the same, for a group within a scope, e.g. OpenAI's `prompt_cache_key`.
         """
         frames, kinds = _canonical(messages)
-        digest = _digest(json.dumps([scope, group]).encode())
-        chain = [digest]
+        # Everything below hangs on the scope's own digest, so that scopes cannot meet.
+        root = digest = _digest(json.dumps([scope, group]).encode())
+        chain = [root]
         for frame in frames:
             digest = blake2b(digest + frame, digest_size=16).digest()
             chain.append(digest)
         tools_digest = _digest(_dump(tools)) if tools else b""
         recent = [
-            (at + 1, _digest(frames[at]))
+            (at + 1, _digest(root + frames[at]))
             for at in range(max(0, len(frames) - _TAIL - _ADDED), len(frames))
             if kinds[at] != _SYSTEM
         ]
@@ -157,10 +163,13 @@ class Identifier:
             parent = state.conversation
             key = state.continued_by(tools)
             if key is not None:
-                conversation = state.open.pop(key)
-        if not conversation and (edited := self._edited(kinds, recent, tools)):
-            length, state, key = edited
-            conversation = state.open.pop(key)
+                conversation = self._continue(chain[length], state, key)
+        # A state that is open to several stays undecided; only without one may looser signs speak.
+        unknown = state is None or not state.open
+        if not conversation and unknown and (edited := self._edited(kinds, recent, tools)):
+            length, digest, key = edited
+            state = self._states[digest]
+            conversation = self._continue(digest, state, key)
             turn = state.turn + kinds.count(_USER, length)
             is_edited = True
         is_new = not conversation
@@ -195,7 +204,7 @@ class Identifier:
 
     def _edited(
         self, kinds: str, recent: list[tuple[int, bytes]], tools: bytes
-    ) -> tuple[int, _State, bytes] | None:
+    ) -> tuple[int, bytes, bytes] | None:
         """The state whose newest messages are in the request, the older ones edited or dropped."""
         last_answer = kinds.rfind(_ASSISTANT)
         digests = [digest for _, digest in recent]
@@ -212,8 +221,14 @@ class Identifier:
             key = state.continued_by(tools)
             if key is not None and equal >= _TAIL_SHARE * len(pairs):
                 self._states.move_to_end(digest)
-                return length, state, key
+                return length, digest, key
         return None
+
+    def _continue(self, digest: bytes, state: _State, key: bytes) -> str:
+        conversation = state.open.pop(key)
+        if not state.open:
+            self._forget_tail(digest, state)
+        return conversation
 
     def _remember(
         self,
@@ -228,20 +243,27 @@ class Identifier:
         if state is None:
             first_user = kinds.find(_USER)
             answered = first_user >= 0 and kinds.find(_ASSISTANT, first_user) >= 0
-            tail = tuple(own for _, own in recent[-_TAIL:])
-            state = self._states[digest] = _State(conversation, turn, answered, tail=tail)
-            if len(tail) >= _TAIL_KEY and answered:
-                key = _tail_key(tail)
-                other = self._states.get(self._tails.get(key, b""))
-                # Two conversations with the same newest messages: neither is told by them.
-                self._tails[key] = b"" if other is not None and other.open else digest
+            state = self._states[digest] = _State(conversation, turn, answered)
+        if not state.open and state.answered and len(recent) >= _TAIL_KEY:
+            state.tail = tuple(own for _, own in recent[-_TAIL:])
+            key = _tail_key(state.tail)
+            # Two conversations with the same newest messages: neither is told by them.
+            self._tails[key] = b"" if key in self._tails else digest
         state.conversation, state.turn = conversation, turn
-        state.open[tools] = "" if tools in state.open else conversation
+        if tools in state.open:
+            state.open[tools] = ""
+        elif len(state.open) < _MAX_OPEN:
+            state.open[tools] = conversation
         self._states.move_to_end(digest)
         while len(self._states) > self.capacity:
-            old, forgotten = self._states.popitem(last=False)
-            if len(forgotten.tail) >= _TAIL_KEY and self._tails.get(_tail_key(forgotten.tail)) in (old, b""):
-                del self._tails[_tail_key(forgotten.tail)]
+            self._forget_tail(*self._states.popitem(last=False))
+
+    def _forget_tail(self, digest: bytes, state: _State) -> None:
+        if state.tail:
+            key = _tail_key(state.tail)
+            if self._tails.get(key) in (digest, b""):
+                del self._tails[key]
+            state.tail = ()
 
 
 def turn_of(messages: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
@@ -261,7 +283,7 @@ def _step(kinds: str) -> int:
 
 
 def _kind(message: object) -> str:
-    if not isinstance(message, Mapping):
+    if not isinstance(message, _MAPPING):
         return _TOOL
     role = message.get("role")
     if role is None:
@@ -273,14 +295,14 @@ def _kind(message: object) -> str:
     if (
         kind == _USER
         and isinstance(content, list)
-        and any(isinstance(part, Mapping) and part.get("type") == "tool_result" for part in content)
+        and any(isinstance(part, _MAPPING) and part.get("type") == "tool_result" for part in content)
     ):
         return _TOOL
     return kind
 
 
 def _is_reasoning(message: object) -> bool:
-    return isinstance(message, Mapping) and message.get("type") == "reasoning"
+    return isinstance(message, _MAPPING) and message.get("type") == "reasoning"
 
 
 def _canonical(messages: Sequence[Mapping[str, Any]]) -> tuple[list[bytes], str]:
@@ -294,7 +316,7 @@ def _canonical(messages: Sequence[Mapping[str, Any]]) -> tuple[list[bytes], str]
 
 
 def _frame(message: object) -> bytes:
-    if not isinstance(message, Mapping):
+    if not isinstance(message, _MAPPING):
         return b"j" + _dump(message)
     role, content = message.get("role"), message.get("content")
     if len(message) == 2 and type(role) is str and type(content) is str:
@@ -336,7 +358,7 @@ def _content(parts: list[Any]) -> str | list[Any]:
     cleaned: list[Any] = []
     only_text = True
     for part in parts:
-        if not isinstance(part, Mapping):
+        if not isinstance(part, _MAPPING):
             cleaned.append(part)
             only_text = False
         elif part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
@@ -349,11 +371,11 @@ def _content(parts: list[Any]) -> str | list[Any]:
 
 
 def _call(call: object) -> object:
-    if not isinstance(call, Mapping):
+    if not isinstance(call, _MAPPING):
         return call
     kept = _clean(call)
     function = kept.get("function")
-    if isinstance(function, Mapping):
+    if isinstance(function, _MAPPING):
         kept["function"] = _clean(function)
     if kept.get("type") == "function":
         del kept["type"]

@@ -1,0 +1,188 @@
+"""Drop-in subclasses of the OpenAI clients that say which conversation each request belongs to.
+
+Both override one public method, `request`, through which every call of a resource goes once, before
+the retries: so raw, streamed and parsed calls are all marked, and a retry carries the same ids.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Mapping
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import openai
+from openai._models import FinalRequestOptions
+
+from carryback import wire
+from carryback._conversation import current
+from carryback._reuse import reuse, set_last
+from carryback.identity import Identifier, turn_of
+
+log = logging.getLogger("carryback")
+
+RELEASE_TIMEOUT_S = 10.0
+
+_CHAT, _COMPLETIONS, _RESPONSES = "/chat/completions", "/completions", "/responses"
+
+
+class OpenAI(openai.OpenAI):
+    """`openai.OpenAI`, same arguments and methods; its requests carry conversation and turn."""
+
+    _identifier: Identifier
+
+    if not TYPE_CHECKING:  # for type checkers, the signatures are the original's
+
+        @functools.wraps(openai.OpenAI.__init__)
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self._identifier = Identifier()
+
+        @functools.wraps(openai.OpenAI.copy)
+        def copy(self, **kwargs):
+            client = super().copy(**kwargs)
+            client._identifier = self._identifier
+            return client
+
+        with_options = copy
+
+    def request(self, cast_to: Any, options: FinalRequestOptions, **kwargs: Any) -> Any:
+        return super().request(cast_to, _marked(self, options), **kwargs)
+
+    def _process_response(self, **kwargs: Any) -> Any:
+        _note_reuse(**kwargs)
+        return super()._process_response(**kwargs)
+
+    def _release(self, conversation: str) -> None:
+        try:
+            self.delete(_release_path(conversation), cast_to=NoneType, options={"timeout": RELEASE_TIMEOUT_S})
+        except openai.APIError as error:
+            log.debug("conversation %s was not released: %s", conversation, error)
+
+
+class AsyncOpenAI(openai.AsyncOpenAI):
+    """`openai.AsyncOpenAI`, same arguments and methods; its requests carry conversation and turn."""
+
+    _identifier: Identifier
+
+    if not TYPE_CHECKING:
+
+        @functools.wraps(openai.AsyncOpenAI.__init__)
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self._identifier = Identifier()
+
+        @functools.wraps(openai.AsyncOpenAI.copy)
+        def copy(self, **kwargs):
+            client = super().copy(**kwargs)
+            client._identifier = self._identifier
+            return client
+
+        with_options = copy
+
+    async def request(self, cast_to: Any, options: FinalRequestOptions, **kwargs: Any) -> Any:
+        return await super().request(cast_to, _marked(self, options), **kwargs)
+
+    async def _process_response(self, **kwargs: Any) -> Any:
+        _note_reuse(**kwargs)
+        return await super()._process_response(**kwargs)
+
+    async def _release(self, conversation: str) -> None:
+        try:
+            await self.delete(
+                _release_path(conversation), cast_to=NoneType, options={"timeout": RELEASE_TIMEOUT_S}
+            )
+        except openai.APIError as error:
+            log.debug("conversation %s was not released: %s", conversation, error)
+
+
+def _release_path(conversation: str) -> str:
+    return f"/conversations/{quote(conversation, safe='')}"
+
+
+def _endpoint(options: FinalRequestOptions) -> str | None:
+    """The endpoint of a request that a model answers, else None."""
+    path = options.url.partition("?")[0]
+    return path if options.method.lower() == "post" and path in (_CHAT, _COMPLETIONS, _RESPONSES) else None
+
+
+def _note_reuse(*, options: FinalRequestOptions, response: Any, **_: Any) -> None:
+    if _endpoint(options):
+        set_last(reuse(response))
+
+
+def _marked(client: OpenAI | AsyncOpenAI, options: FinalRequestOptions) -> FinalRequestOptions:
+    """The request with the wire's headers, except for those that the caller has set."""
+    endpoint = _endpoint(options)
+    if endpoint is None:
+        return options
+    set_last(None)  # until this request has been answered
+
+    body: dict[str, Any] = {}
+    for part in (options.json_data, options.extra_json):
+        if isinstance(part, Mapping):
+            body.update(part)
+    headers = dict(options.headers) if isinstance(options.headers, Mapping) else {}
+    given = {name.lower() for name in (*client.default_headers, *headers)}
+    messages = _messages(endpoint, body)
+    turn, step = turn_of(messages) if messages else (None, None)
+
+    ours: dict[str, str | int | None] = {}
+    conversation = current()
+    if conversation is not None:
+        if wire.CONVERSATION_ID.lower() not in given:
+            ours[wire.CONVERSATION_ID] = conversation.id
+            ours[wire.CONVERSATION_PARENT] = conversation.parent
+            conversation.used_by(client, (client.base_url, client.api_key))
+        turn = conversation.turn or turn
+    elif messages and not _is_named(given, body):
+        identity = client._identifier.identify(
+            messages,
+            body.get("tools"),
+            scope=str(client.base_url),
+            group=str(body.get("prompt_cache_key") or ""),
+        )
+        ours[wire.CONVERSATION_ID] = identity.conversation
+        ours[wire.CONVERSATION_PARENT] = identity.parent
+        turn, step = identity.turn, identity.step
+    ours[wire.TURN_ID] = turn
+    ours[wire.TURN_STEP] = step
+
+    options = copy.copy(options)  # the caller's may be used again
+    options.headers = headers | {
+        name: str(value) for name, value in ours.items() if value is not None and name.lower() not in given
+    }
+    return options
+
+
+def _messages(endpoint: str, body: Mapping[str, Any]) -> list[Any] | None:
+    """The whole history of a request, if it carries it."""
+    if endpoint == _CHAT:
+        messages = body.get("messages")
+        return messages if isinstance(messages, list) else None
+    if endpoint == _RESPONSES and not body.get("previous_response_id") and not body.get("conversation"):
+        items = body.get("input")
+        if isinstance(items, str):
+            items = [{"role": "user", "content": items}]
+        if isinstance(items, list):
+            instructions = body.get("instructions")
+            return [{"role": "system", "content": instructions}, *items] if instructions else items
+    return None
+
+
+def _is_named(given: set[str], body: Mapping[str, Any]) -> bool:
+    """Whether the caller names the conversation, in any of the ways that the router reads."""
+    for kind, name in wire.CONVERSATION_SOURCES:
+        if kind == "header":
+            if name.lower() in given:
+                return True
+        else:
+            value: Any = body
+            for key in name.split("."):
+                value = value.get(key) if isinstance(value, Mapping) else None
+            if value is not None:
+                return True
+    return False
