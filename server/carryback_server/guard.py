@@ -21,16 +21,17 @@ def alive(group: int) -> bool:
         os.killpg(group, 0)
     except ProcessLookupError:
         return False
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                with open(f"/proc/{entry.name}/stat") as file:
-                    # proc(5): pid (comm) state ppid pgrp ...; comm may hold spaces and parentheses
-                    state, _, pgrp = file.read().rpartition(")")[2].split()[:3]
-            except OSError:
-                continue  # ended meanwhile
-            if int(pgrp) == group and state not in "ZX":
-                return True
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                # proc(5): pid (comm) state ppid pgrp ...; comm may hold spaces and parentheses
+                state, _, pgrp = file.read().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue  # ended meanwhile
+        if int(pgrp) == group and state not in "ZX":
+            return True
     return False
 
 

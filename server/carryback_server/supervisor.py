@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import aiohttp
 import tenacity
@@ -144,16 +144,19 @@ class Engines:
         Raises:
             EngineFailed: one died or took too long; all have been stopped.
         """
-        ready = asyncio.gather(*(engine.ready.wait() for engine in self._engines.values()))
-        waiting: list[asyncio.Future[Any]] = [ready, *self._tasks]
+        ready = asyncio.create_task(self._all_ready())
         try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([ready, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in self._tasks:
                 if task.done():
                     await self.stop()
                     task.result()
         finally:
             ready.cancel()
+
+    async def _all_ready(self) -> None:
+        for engine in self._engines.values():
+            await engine.ready.wait()
 
     def pid(self, name: str) -> int:
         """Process id of an engine's main process, which is its process group too.
