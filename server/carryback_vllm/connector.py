@@ -298,15 +298,14 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             return hold, record
         if not isinstance(key, str) or self._publisher is None:
             return hold, record
-        if hold:
-            self._publisher.held(
-                key,
-                request.request_id,
-                tokens=tokens,
-                blocks=sum(len(group) for group in block_ids),
-                hold_s=hold_s,
-                record=msgspec.json.encode(record),
-            )
+        self._publisher.held(
+            key,
+            request.request_id,
+            tokens=tokens if hold else 0,
+            blocks=sum(len(group) for group in block_ids) if hold else 0,
+            hold_s=hold_s if hold else 0,
+            record=msgspec.json.encode(record) if hold else b"",
+        )
         # The router has it from the event; a client has no use for block ids and addresses.
         return hold, None
 

@@ -30,7 +30,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class Held(msgspec.Struct, tag="held", frozen=True):
-    """The engine holds the KV of a finished request.
+    """The engine holds the KV of a finished request; or none of it, with `blocks` 0.
 
     Attributes:
         engine: the engine's id.

@@ -1,0 +1,100 @@
+"""Step 1: which conversation and turn a request belongs to. Hints only; engines prove the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from carryback import wire
+from carryback.identity import Identifier, turn_of
+
+from carryback_server.body import Body
+from carryback_server.errors import ApiError
+
+
+@dataclass(frozen=True)
+class Who:
+    """Where a request belongs.
+
+    Attributes:
+        conversation: its id; empty if the request names none and none can be inferred.
+        parent: the conversation that it was forked from.
+        turn: id of the turn; empty if unknown.
+        step: model calls in the turn up to and with this one; 0 if unknown.
+        is_guess: the id was inferred, and was not seen before: a one-shot, or an agent's first step.
+        ends: the conversation ends with this request.
+    """
+
+    conversation: str
+    parent: str | None = None
+    turn: str = ""
+    step: int = 0
+    is_guess: bool = False
+    ends: bool = False
+
+
+def identify(headers: Mapping[str, str], body: Body, identifier: Identifier) -> Who:
+    """Read a request's hints, else infer from its messages; takes `conversation_id` out of the body.
+
+    Args:
+        headers: looked up without regard to case.
+
+    Raises:
+        ApiError: 400, an id is not one; names the header or field.
+    """
+    conversation = _conversation(headers, body)
+    parent = _id(headers.get(wire.CONVERSATION_PARENT), wire.CONVERSATION_PARENT) or None
+    turn = _id(headers.get(wire.TURN_ID), wire.TURN_ID)
+    step = _step(headers.get(wire.TURN_STEP))
+    ends = headers.get(wire.CONVERSATION_END, "").strip().lower() == "true"
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return Who(conversation, parent, turn, step, ends=ends)
+    if conversation:
+        inferred_turn, inferred_step = turn_of(messages)
+        return Who(conversation, parent, turn or inferred_turn, step or inferred_step, ends=ends)
+    tools, group = body.get("tools"), body.get("prompt_cache_key")
+    identity = identifier.identify(
+        messages,
+        tools if isinstance(tools, list) else None,
+        group=group if isinstance(group, str) else "",
+    )
+    return Who(
+        identity.conversation,
+        parent or identity.parent,
+        turn or identity.turn,
+        step or identity.step,
+        is_guess=identity.is_new,
+        ends=ends,
+    )
+
+
+def _conversation(headers: Mapping[str, str], body: Body) -> str:
+    found = ""
+    for kind, name in wire.CONVERSATION_SOURCES:
+        if found:
+            break
+        found = _id(headers.get(name) if kind == "header" else body.get(name), name)
+    body.pop("conversation_id")
+    return found
+
+
+def _id(value: object, name: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise ApiError(400, f"{name} must be a string", code="invalid_id", param=name)
+    try:
+        return wire.check_id(value, name)
+    except ValueError as error:
+        raise ApiError(400, str(error), code="invalid_id", param=name) from error
+
+
+def _step(value: str | None) -> int:
+    if value is None:
+        return 0
+    if not (value.isascii() and value.isdigit() and 0 < len(value) < 10):
+        raise ApiError(
+            400, f"{wire.TURN_STEP} must be a whole number", code="invalid_id", param=wire.TURN_STEP
+        )
+    return int(value)

@@ -1,0 +1,465 @@
+"""One request, one road: identify, recall, place, prefill, decode, hold."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from carryback import wire
+from carryback.identity import Identifier
+from carryback.wire import Reuse, events
+
+from carryback_server.body import Body
+from carryback_server.config import RouterConfig
+from carryback_server.engines import Engine, EngineDown, Pool
+from carryback_server.errors import ApiError
+from carryback_server.identify import Who, identify
+from carryback_server.metrics import Metrics
+from carryback_server.placement import decode_engine, least_loaded
+from carryback_server.records import Conversation, Record, Records
+from carryback_server.relay import Answer, begin, relay
+
+logger = logging.getLogger("carryback")
+
+# How each endpoint spells the number of tokens to generate.
+ENDPOINTS = {
+    "/v1/chat/completions": "max_completion_tokens",
+    "/v1/completions": "max_tokens",
+}
+MAX_REQUEST_ID = 256
+# An event that has not come this long after its answer's end will not come.
+EVENT_LOST_S = 60.0
+# A prefill engine that answers so has not told the decode engine to let go.
+_NOT_TAKEN = ("unverified", "no_plugin", "load_failed")
+
+
+@dataclass
+class Flight:
+    """A decode whose `Held` event is to come."""
+
+    conversation: Conversation
+    engine: Engine
+    held: bool = False
+
+
+@dataclass
+class Prefilled:
+    """What the prefill hop gave.
+
+    Attributes:
+        params: `kv_transfer_params` for the decode hop; empty if it has to compute the prompt itself.
+        engine: the prefill engine, which holds the prompt's KV until it is read.
+        is_read: a decode engine has read it.
+    """
+
+    reuse: Reuse
+    params: dict[str, Any] = field(default_factory=dict)
+    engine: Engine | None = None
+    is_read: bool = False
+
+
+class Refused(Exception):
+    """An engine answered with an error that is the client's: it goes through as it is."""
+
+    def __init__(self, status: int, content_type: str, body: bytes) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+        self.content_type = content_type
+        self.body = body
+
+
+class Pipeline:
+    """Takes requests through both hops, and keeps the records between them."""
+
+    def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        # Keys are unique for ever: engines use them as request ids, and events come back under them.
+        self._router_id = f"cb{uuid.uuid4().hex[:12]}."
+        self._counter = count(1)
+        self._flights: dict[str, Flight] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        self._identifier = Identifier(config.identity_capacity)
+        self.records = Records(metrics, lambda record: self._release(record.engine, record.held.request))
+        self.pool = Pool(
+            config,
+            metrics,
+            router_id=self._router_id,
+            on_event=self._on_event,
+            on_lost=lambda engine, run: self.records.void(engine, keep=run),
+        )
+
+    async def start(self) -> None:
+        """Connect to the engines."""
+        await self.pool.start()
+
+    async def stop(self) -> None:
+        """Let go of all that is held for conversations that cannot come back, then disconnect."""
+        held: dict[Engine, list[str]] = {}
+        for conversation in list(self.records):
+            if (record := self.records.delete(conversation.id)) is not None:
+                held.setdefault(record.engine, []).append(record.held.request)
+        for engine, request_ids in held.items():
+            if engine.is_up:
+                self._spawn(engine.release(request_ids))
+        if self._background:
+            await asyncio.wait(self._background, timeout=5)
+        await self.pool.stop()
+
+    async def delete(self, conversation_id: str) -> bool:
+        """End a conversation and release what is held for it; whether it was known."""
+        known = self.records.get(conversation_id) is not None
+        record = self.records.delete(conversation_id)
+        if record is not None:
+            await record.engine.release([record.held.request])
+        return known
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answer one request to an endpoint of `ENDPOINTS`.
+
+        Raises:
+            ApiError: the request is malformed, or no engine can serve it.
+        """
+        started = time.monotonic()
+        body = Body(await _read(request, self._config.max_body_bytes))
+        who = identify(request.headers, body, self._identifier)
+        use = _reuse_switch(request.headers)
+        conversation = self.records.open(who.conversation, who.parent) if who.conversation else None
+        if conversation is None:
+            return await self._run(request, body, who, None, use, started)
+        conversation.last_seen = time.time()
+        conversation.requests += 1
+        conversation.turn, conversation.step = who.turn, who.step
+        conversation.in_flight += 1
+        try:
+            return await self._run(request, body, who, conversation, use, started)
+        finally:
+            conversation.in_flight -= 1
+            if conversation.why_none == "in_use" and not conversation.in_flight:
+                conversation.why_none = "no_record"
+            if who.ends:
+                await self.delete(conversation.id)
+
+    async def _run(
+        self,
+        request: web.Request,
+        body: Body,
+        who: Who,
+        conversation: Conversation | None,
+        use: bool,
+        started: float,
+    ) -> web.StreamResponse:
+        headers = _headers(request, who)
+        prefilled: Prefilled | None = None
+        record = None
+        hold_s = self._hold_s(who)
+        try:
+            if why_none := "" if use else "off":
+                hold_s = 0
+            if why_alone := _decode_alone(body):
+                hold_s = 0
+                prefilled = Prefilled(Reuse("miss", 0, why_alone))
+            else:
+                if use:
+                    record, why_none = await self._recall(conversation)
+                prefilled = await self._prefill(request.path, body, record, why_none)
+            reuse = prefilled.reuse
+            headers[wire.CARRYBACK_REUSE] = reuse.header()
+            if conversation is not None:
+                conversation.reuse = reuse
+            holder = record.engine if record is not None else None
+            return await self._decode(
+                request, body, conversation, holder, prefilled, hold_s, headers, started
+            )
+        except Refused as refused:
+            return web.Response(
+                status=refused.status,
+                body=refused.body,
+                headers={**headers, "Content-Type": refused.content_type},
+            )
+        except ApiError as error:
+            return error.response(headers)
+        finally:
+            if prefilled is not None and prefilled.engine is not None and not prefilled.is_read:
+                self._release(prefilled.engine, prefilled.params.get("remote_request_id"))
+
+    # -- recall
+
+    async def _recall(self, conversation: Conversation | None) -> tuple[Record | None, str]:
+        """Take the conversation's record; or the reason why there is none."""
+        if conversation is None:
+            return None, "no_conversation"
+        late = conversation.late
+        if conversation.record is None and late is not None and not late.is_set():
+            conversation.late = None
+            try:
+                async with asyncio.timeout(self._config.held_event_wait_s):
+                    await late.wait()
+            except TimeoutError:
+                self._metrics.held_missing.inc()
+                return None, "event_missing"
+        record = self.records.take(conversation)
+        return record, conversation.why_none
+
+    def _hold_s(self, who: Who) -> float:
+        if not who.conversation or who.ends:
+            return 0
+        if who.is_guess:
+            return min(self._config.hold_first_s, self._config.hold_s)
+        return self._config.hold_s
+
+    # -- prefill
+
+    async def _prefill(self, path: str, body: Body, record: Record | None, why_none: str) -> Prefilled:
+        tried: list[Engine] = []
+        while (engine := least_loaded(self.pool.of("prefill"), but=tried)) is not None:
+            tried.append(engine)
+            key = self._key()
+            params: dict[str, Any] = msgspec.json.decode(record.held.record) if record else {}
+            params |= {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                "carryback_key": key,
+                "hold_s": self._config.prefill_lease_s,
+            }
+            # A record is offered once: after a failure nobody knows whether it was read.
+            offered, record = record, None
+            data = body.for_prefill(ENDPOINTS[path], params)
+            prefilled = None
+            try:
+                answer = await self._ask(engine, path, data, key, body.size)
+                prefilled = _prefilled(answer, engine, offered is not None, why_none)
+                return prefilled
+            except EngineDown as error:
+                logger.warning("prefill: %s", error)
+                self._metrics.retries.labels("prefill", "timeout" if error.is_timeout else "down").inc()
+                why_none = "prefill_failed"
+            finally:
+                # The prefill engine tells the decode engine to let go, if it takes a record at all.
+                if offered and (prefilled is None or prefilled.reuse.reason in _NOT_TAKEN):
+                    self._release(offered.engine, offered.held.request)
+        # Without any prefill engine, a decode engine does the whole request.
+        if record is not None:
+            self._release(record.engine, record.held.request)
+        return Prefilled(Reuse("miss", 0, "prefill_failed" if tried else "prefill_unavailable"))
+
+    async def _ask(self, engine: Engine, path: str, data: bytes, key: str, size: int) -> dict[str, Any]:
+        """The prefill engine's answer, decoded.
+
+        Raises:
+            EngineDown: no usable answer.
+            Refused: the engine refused the request, with a 4xx.
+        """
+        with engine.busy(size):
+            deadline = time.monotonic() + self._config.prefill_timeout_s
+            response = await engine.post(path, data, request_id=key, timeout_s=self._config.prefill_timeout_s)
+            async with response:
+                try:
+                    async with asyncio.timeout(deadline - time.monotonic()):
+                        content = await response.read()
+                except (aiohttp.ClientError, OSError) as error:
+                    response.close()
+                    raise EngineDown(engine, f"broke off ({type(error).__name__})") from error
+        if 400 <= response.status < 500:
+            raise Refused(response.status, response.headers.get("Content-Type", "application/json"), content)
+        if response.status != 200:
+            raise EngineDown(engine, f"status {response.status}: {content[:500].decode(errors='replace')}")
+        try:
+            answer = msgspec.json.decode(content, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise EngineDown(engine, "an answer that is not JSON") from error
+        return answer
+
+    # -- decode
+
+    async def _decode(
+        self,
+        request: web.Request,
+        body: Body,
+        conversation: Conversation | None,
+        holder: Engine | None,
+        prefilled: Prefilled,
+        hold_s: float,
+        headers: dict[str, str],
+        started: float,
+    ) -> web.StreamResponse:
+        params = prefilled.params
+        tried: list[Engine] = []
+        while True:
+            engine = decode_engine(self.pool.of("decode"), holder, but=tried)
+            if engine is None and tried and tried[-1].is_up:
+                engine = tried[-1]
+            if engine is None:
+                raise ApiError(503, "no decode engine is up", code="no_engine")
+            tried.append(engine)
+            key = self._key()
+            data = body.for_decode({**params, "carryback_key": key, "hold_s": hold_s})
+            if conversation is not None and hold_s > 0:
+                self._flights[key] = Flight(conversation, engine)
+            has_ended = False
+            try:
+                with engine.busy(body.size):
+                    answer = await self._begin(engine, request.path, data, key)
+                    try:
+                        # Nothing has been sent: once more, and without the transfer, which may be at fault.
+                        if answer.has_failed and len(tried) == 1:
+                            raise EngineDown(engine, f"failed before the first byte: {_excerpt(answer)}")
+                        if answer.status == 200 and not answer.has_failed:
+                            prefilled.is_read = bool(params)
+                            self._metrics.ttft.labels(prefilled.reuse.outcome).observe(
+                                time.monotonic() - started
+                            )
+                            self._metrics.observe_reuse(prefilled.reuse)
+                        response, has_ended = await relay(request, _settled(answer), headers)
+                    finally:
+                        answer.close()
+                return response
+            except EngineDown as error:
+                logger.warning("decode: %s", error)
+                self._metrics.retries.labels("decode", "timeout" if error.is_timeout else "down").inc()
+                if error.is_timeout:
+                    raise ApiError(504, str(error), code="engine_timeout") from error
+                if len(tried) > 1:
+                    raise ApiError(502, str(error), code="engine_failed") from error
+                params, holder = {}, None
+            finally:
+                self._land(key, has_ended)
+
+    async def _begin(self, engine: Engine, path: str, data: bytes, key: str) -> Answer:
+        timeout_s = self._config.first_byte_timeout_s
+        deadline = time.monotonic() + timeout_s
+        upstream = await engine.post(path, data, request_id=key, timeout_s=timeout_s)
+        return await begin(engine, upstream, max(deadline - time.monotonic(), 0.001))
+
+    # -- hold
+
+    def _land(self, key: str, has_ended: bool) -> None:
+        """A decode is over. If it ended well, its event has come or comes in a moment."""
+        flight = self._flights.get(key)
+        if flight is None:
+            return
+        if flight.held:
+            del self._flights[key]
+            return
+        if not has_ended:
+            # An answer that was broken off may still have ended in an event.
+            flight.conversation = Conversation("", is_deleted=True)
+        elif flight.engine.is_heard:
+            flight.conversation.late = asyncio.Event()
+        asyncio.get_running_loop().call_later(EVENT_LOST_S, self._flights.pop, key, None)
+
+    def _on_event(self, engine: Engine, event: events.Held | events.Released | events.Declined) -> None:
+        if isinstance(event, events.Released):
+            self.records.released(event.key)
+        elif isinstance(event, events.Declined):
+            self._metrics.declined.labels(event.reason).inc()
+        elif (flight := self._flights.get(event.key)) is not None:
+            flight.held = True
+            if event.blocks:
+                record = Record(engine, event, time.monotonic() + event.hold_s)
+                self.records.put(flight.conversation, record)
+            if flight.conversation.late is not None:
+                flight.conversation.late.set()
+
+    def _release(self, engine: Engine, request_id: object) -> None:
+        """Make an engine let go, in the background; it may have done so already."""
+        if engine.is_up and isinstance(request_id, str):
+            self._spawn(engine.release([request_id]))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _key(self) -> str:
+        return f"{self._router_id}{next(self._counter)}"
+
+
+async def _read(request: web.Request, limit: int) -> bytes:
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise ApiError(
+            413,
+            f"the body is larger than {limit} bytes, the router's max_body_bytes",
+            code="body_too_large",
+        ) from error
+
+
+def _reuse_switch(headers: Mapping[str, str]) -> bool:
+    value = headers.get(wire.CARRYBACK_REUSE, "on").strip().lower()
+    if value not in ("on", "off"):
+        raise ApiError(
+            400,
+            f"{wire.CARRYBACK_REUSE} must be 'on' or 'off'",
+            code="invalid_header",
+            param=wire.CARRYBACK_REUSE,
+        )
+    return value == "on"
+
+
+def _headers(request: web.Request, who: Who) -> dict[str, str]:
+    headers = {}
+    if who.conversation:
+        headers[wire.CARRYBACK_CONVERSATION] = who.conversation
+    if who.turn:
+        headers[wire.CARRYBACK_TURN] = f"{who.turn}; step={who.step}" if who.step else who.turn
+    request_id = request.headers.get("X-Request-Id", "")
+    if 0 < len(request_id) <= MAX_REQUEST_ID and request_id.isascii() and request_id.isprintable():
+        headers["X-Request-Id"] = request_id
+    return headers
+
+
+def _decode_alone(body: Body) -> str:
+    """Why a request goes to a decode engine alone, if it does: what is asked needs the whole prompt
+    computed there, or several answers that one transfer cannot feed."""
+    if (body.get("n") or 1) != 1 or (body.get("best_of") or 1) != 1 or body.flag("use_beam_search"):
+        return "several_answers"
+    if body.flag("echo") or body.has("prompt_logprobs"):
+        return "prompt_logprobs"
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
+        return "several_prompts"
+    return ""
+
+
+def _prefilled(answer: dict[str, Any], engine: Engine, had_record: bool, why_none: str) -> Prefilled:
+    params = answer.get("kv_transfer_params")
+    report = params.pop("carryback_reuse", None) if isinstance(params, dict) else None
+    if not isinstance(params, dict) or not isinstance(report, dict):
+        logger.error(
+            "prefill engine %s runs without carryback's plug-in: nothing is transferred", engine.name
+        )
+        return Prefilled(Reuse("miss", 0, "no_plugin"))
+    if report["reason"] == "no_record" and not had_record:
+        report["reason"] = why_none
+    reuse = Reuse(**report)
+    if not params.get("remote_block_ids"):
+        return Prefilled(reuse, {}, engine)
+    return Prefilled(reuse, params, engine)
+
+
+def _excerpt(answer: Answer) -> str:
+    return answer.first[:500].decode(errors="replace").strip()
+
+
+def _settled(answer: Answer) -> Answer:
+    """A stream that failed before its first token, as the plain error that it is."""
+    if not (answer.is_stream and answer.has_failed):
+        return answer
+    event = answer.first.split(b"\n", 1)[0].removeprefix(b"data:").strip()
+    status = 500
+    with suppress(msgspec.DecodeError, KeyError, TypeError):
+        code = msgspec.json.decode(event)["error"]["code"]
+        status = code if isinstance(code, int) and 400 <= code < 600 else 500
+    return Answer(status, "application/json", event, None, answer.upstream)

@@ -1,0 +1,112 @@
+"""Step 5, second half: a decode engine's answer, to the client byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp import web
+
+from carryback_server.engines import Engine, EngineDown
+from carryback_server.errors import ApiError
+
+_DONE = b"data: [DONE]"
+_ERROR_STARTS = (b'data: {"error"', b'data:{"error"')
+
+
+@dataclass
+class Answer:
+    """A decode engine's answer, begun: its status and its first bytes are there.
+
+    Attributes:
+        first: the first bytes; all of them, if it is not a stream of events.
+    """
+
+    status: int
+    content_type: str
+    first: bytes
+    rest: AsyncIterator[bytes] | None
+    upstream: aiohttp.ClientResponse
+
+    @property
+    def is_stream(self) -> bool:
+        """It is a stream of server-sent events."""
+        return self.rest is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """The engine failed, before it generated anything, whatever the status says."""
+        return self.status >= 500 or (self.is_stream and self.first.startswith(_ERROR_STARTS))
+
+    def close(self) -> None:
+        """Break off; the engine aborts the request."""
+        self.upstream.close()
+
+
+async def begin(engine: Engine, upstream: aiohttp.ClientResponse, timeout_s: float) -> Answer:
+    """Wait for an answer's first bytes.
+
+    A stream's status says nothing: vLLM sends it before it knows whether the request will work.
+
+    Args:
+        timeout_s: until the first bytes, in seconds.
+
+    Raises:
+        EngineDown: broken off, or too late.
+    """
+    content_type = upstream.headers.get("Content-Type", "application/json")
+    try:
+        async with asyncio.timeout(timeout_s):
+            if not content_type.startswith("text/event-stream"):
+                return Answer(upstream.status, content_type, await upstream.read(), None, upstream)
+            chunks = upstream.content.iter_any()
+            first = await anext(chunks, b"")
+    except TimeoutError as error:
+        upstream.close()
+        raise EngineDown(engine, f"no first byte within {timeout_s:g} s", is_timeout=True) from error
+    except (aiohttp.ClientError, OSError) as error:
+        upstream.close()
+        raise EngineDown(engine, f"broke off ({type(error).__name__})") from error
+    except BaseException:
+        upstream.close()
+        raise
+    if not first:
+        raise EngineDown(engine, "an empty answer")
+    return Answer(upstream.status, content_type, first, chunks, upstream)
+
+
+async def relay(
+    request: web.Request, answer: Answer, headers: dict[str, str]
+) -> tuple[web.StreamResponse, bool]:
+    """Send an answer on to the client.
+
+    Args:
+        headers: of ours, to send with it.
+
+    Returns:
+        the response; whether the answer came to its regular end.
+    """
+    headers = {**headers, "Content-Type": answer.content_type}
+    if answer.rest is None:
+        return web.Response(status=answer.status, body=answer.first, headers=headers), answer.status < 400
+    headers["Cache-Control"] = "no-cache"
+    headers["X-Accel-Buffering"] = "no"
+    response = web.StreamResponse(status=answer.status, headers=headers)
+    await response.prepare(request)
+    await response.write(answer.first)
+    tail = answer.first[-64:]
+    try:
+        async for chunk in answer.rest:
+            await response.write(chunk)
+            tail = (tail + chunk)[-64:]
+    except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, aiohttp.SocketTimeoutError) as error:
+        late = isinstance(error, aiohttp.SocketTimeoutError)
+        message = "sent nothing for too long (idle_timeout_s)" if late else "broke off"
+        problem = ApiError(
+            502, f"the decode engine {message}; the answer is not complete", code="engine_lost"
+        )
+        await response.write(problem.event())
+    await response.write_eof()
+    return response, _DONE in tail
