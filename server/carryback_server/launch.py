@@ -66,7 +66,7 @@ class EngineCommand:
     def shell(self) -> str:
         """The command as lines for a shell, without the secrets: those are to be exported before."""
         env = [f"{name}={shlex.quote(value)}" for name, value in self.env.items() if name not in SECRETS]
-        return " \\\n  ".join([*env, *_by_option(self.argv)])
+        return " \\\n  ".join([*env, *by_option(self.argv)])
 
 
 def find_device(environ: Mapping[str, str] = os.environ) -> Device:
@@ -111,6 +111,12 @@ def choose_ports(config: ServeConfig) -> dict[Role, Ports]:
         role: Ports(http=given[role] or next(free), events=next(free), side_channel=next(free))
         for role in ("prefill", "decode")
     }
+
+
+def fixed_ports(config: ServeConfig) -> dict[Role, Ports]:
+    """Ports for commands that somebody starts by hand: the configured ones, else 8100 and 8200, and the two after."""
+    first: dict[Role, int] = {"prefill": config.prefill_port or 8100, "decode": config.decode_port or 8200}
+    return {role: Ports(http=port, events=port + 1, side_channel=port + 2) for role, port in first.items()}
 
 
 def served_name(config: ServeConfig) -> str:
@@ -254,8 +260,8 @@ def _cpu_environment(config: ServeConfig, extra: Sequence[str], environ: Mapping
     return {name: environ.get(name, value) for name, value in env.items()}
 
 
-def _by_option(argv: Sequence[str]) -> list[str]:
-    """An argument vector as lines: the program, then each option with its values, quoted."""
+def by_option(argv: Sequence[str]) -> list[str]:
+    """An argument vector as quoted lines: the program, then each option with its values."""
     lines: list[list[str]] = [[]]
     for word in argv:
         if word.startswith("--"):

@@ -39,6 +39,11 @@ def cache_dir() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "carryback"
 
 
+def default_model_dir() -> Path:
+    """Where `fetch_default_model` puts the model."""
+    return cache_dir() / "models" / NAME
+
+
 def fetch_default_model() -> Path:
     """The default model's folder, converted on first use (about 20 s) and checked on each later one.
 
@@ -47,7 +52,7 @@ def fetch_default_model() -> Path:
     Raises:
         ModelError: the package is not installed, or its file is not the known one.
     """
-    folder = cache_dir() / "models" / NAME
+    folder = default_model_dir()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.parent / f"{NAME}.lock"):
         if _intact(folder):

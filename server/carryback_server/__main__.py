@@ -1,0 +1,3 @@
+from carryback_server.cli import main
+
+main()

