@@ -61,7 +61,6 @@ def reuse(response: _HasHeaders | Mapping[str, str]) -> LastReuse | None:
     except ValueError as error:
         log.debug("%s", error)
         return None
-    assert isinstance(parsed, LastReuse)
     return replace(
         parsed,
         conversation=lower.get(wire.CARRYBACK_CONVERSATION.lower(), ""),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 # Sent by the client. Plain headers, so that any OpenAI-compatible server accepts the request.
 CONVERSATION_ID = "X-Conversation-ID"
@@ -43,7 +43,7 @@ CONVERSATION_SOURCES: tuple[tuple[Literal["header", "body"], str], ...] = (
 
 
 def check_id(value: str, name: str) -> str:
-    """Return `value` if it may be an id: 1 to 256 printable ASCII characters.
+    """Return `value` if it may be an id: 1 to 256 printable ASCII characters, no space at the ends.
 
     Args:
         value: the id as it came.
@@ -58,6 +58,8 @@ def check_id(value: str, name: str) -> str:
         raise ValueError(f"{name} has {len(value)} characters; at most {MAX_ID_LENGTH} are allowed")
     if not (value.isascii() and value.isprintable()):
         raise ValueError(f"{name} has characters that are not printable ASCII")
+    if value != value.strip():  # HTTP strips it from headers, so that it would be another id
+        raise ValueError(f"{name} begins or ends with a space")
     return value
 
 
@@ -97,7 +99,7 @@ class Reuse:
         )
 
     @classmethod
-    def parse(cls, header: str) -> Reuse:
+    def parse(cls, header: str) -> Self:
         """Read a header's value; parameters that are not known are left aside.
 
         Raises:

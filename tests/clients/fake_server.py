@@ -1,0 +1,198 @@
+"""An OpenAI-compatible server on a real socket that records what it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from carryback import wire
+
+
+@dataclass
+class Request:
+    """A request as it arrived. `path` is the raw path, percent-encoding kept."""
+
+    method: str
+    path: str
+    headers: list[tuple[str, str]]
+    body: dict[str, Any]
+
+    def values(self, name: str) -> list[str]:
+        """All values of a header, any letter case."""
+        return [value for key, value in self.headers if key.lower() == name.lower()]
+
+    def value(self, name: str) -> str | None:
+        """The header's only value."""
+        values = self.values(name)
+        assert len(values) < 2, f"{name} was sent {len(values)} times"
+        return values[0] if values else None
+
+    @property
+    def conversation(self) -> str | None:
+        return self.value(wire.CONVERSATION_ID)
+
+
+@dataclass
+class FakeServer:
+    """What the tests set and read.
+
+    Attributes:
+        requests: everything that arrived, in order.
+        failures: statuses to answer the next requests with, one each.
+        reuse: value of the reuse header, or None for a server that knows nothing of it.
+        knows_conversations: whether `DELETE /v1/conversations/{id}` is there.
+    """
+
+    base_url: str = ""
+    requests: list[Request] = field(default_factory=list)
+    failures: list[int] = field(default_factory=list)
+    reuse: str | None = None
+    knows_conversations: bool = True
+
+    @property
+    def last(self) -> Request:
+        return self.requests[-1]
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        body = json.loads(raw) if raw else {}
+        headers = [(key.decode(), value.decode()) for key, value in request.raw_headers]
+        seen = Request(request.method, request.raw_path, headers, body)
+        self.requests.append(seen)
+        if self.failures:
+            error = {"error": {"message": "as told", "type": "server_error", "code": None, "param": None}}
+            return web.json_response(error, status=self.failures.pop(0))
+        path = request.path.removeprefix("/v1")
+        if request.method == "DELETE" and path.startswith("/conversations/"):
+            return web.Response(status=204 if self.knows_conversations else 404)
+        answers: dict[str, Any] = {
+            "/chat/completions": chat,
+            "/completions": completion,
+            "/responses": response,
+            "/models": lambda _: {"object": "list", "data": []},
+        }
+        if path not in answers:
+            raise web.HTTPNotFound
+        answer = answers[path](body)
+        extra = {}
+        if self.reuse is not None:
+            extra = {
+                wire.CARRYBACK_REUSE: self.reuse,
+                wire.CARRYBACK_CONVERSATION: seen.conversation or "c-made",
+                wire.CARRYBACK_TURN: seen.value(wire.TURN_ID) or "",
+            }
+        if not body.get("stream"):
+            return web.json_response(answer, headers=extra)
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", **extra})
+        await stream.prepare(request)
+        for name, data in events(path, answer):
+            line = f"event: {name}\n" if name else ""
+            await stream.write(f"{line}data: {data}\n\n".encode())
+        await stream.write_eof()
+        return stream
+
+
+def chat(body: dict[str, Any]) -> dict[str, Any]:
+    content = '{"city": "Bern"}' if "response_format" in body else "Hello."
+    message = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
+    return {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "fake",
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+    }
+
+
+def completion(body: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 1,
+        "model": "fake",
+        "choices": [{"index": 0, "text": "Hello.", "finish_reason": "stop", "logprobs": None}],
+    }
+
+
+def response(body: dict[str, Any]) -> dict[str, Any]:
+    text = {"type": "output_text", "text": "Hello.", "annotations": []}
+    return {
+        "id": "resp_1",
+        "object": "response",
+        "created_at": 1,
+        "model": "fake",
+        "status": "completed",
+        "error": None,
+        "output": [
+            {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
+        ],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+    }
+
+
+def events(path: str, answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The events of an answer that is streamed: names and data."""
+    if path == "/responses":
+        open_answer = answer | {"status": "in_progress", "output": []}
+        steps = [("response.created", open_answer), ("response.completed", answer)]
+        for number, (name, body) in enumerate(steps):
+            yield name, json.dumps({"type": name, "sequence_number": number, "response": body})
+        return
+    choice = answer["choices"][0]
+    text = choice["message"]["content"] if path == "/chat/completions" else choice["text"]
+    for at, piece in enumerate((text[:3], text[3:])):
+        last = "stop" if at else None
+        part: dict[str, Any] = {"index": 0, "finish_reason": last}
+        if path == "/chat/completions":
+            part["delta"] = {"content": piece} if at else {"role": "assistant", "content": piece}
+            kind = "chat.completion.chunk"
+        else:
+            part["text"] = piece
+            kind = "text_completion"
+        yield "", json.dumps({"id": "1", "object": kind, "created": 1, "model": "fake", "choices": [part]})
+    yield "", "[DONE]"
+
+
+@contextmanager
+def running() -> Iterator[FakeServer]:
+    """A server on a free port of the loopback, in a thread of its own."""
+    server = FakeServer()
+    loop = asyncio.new_event_loop()
+    ready = threading.Event()
+    runners: list[web.AppRunner] = []
+
+    async def start() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", server.handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        runners.append(runner)
+        host, port = runner.addresses[0][:2]
+        server.base_url = f"http://{host}:{port}/v1"
+        ready.set()
+
+    def run() -> None:
+        loop.run_until_complete(start())
+        loop.run_forever()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(10), "the fake server did not start"
+    try:
+        yield server
+    finally:
+        asyncio.run_coroutine_threadsafe(runners[0].cleanup(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()

@@ -1,0 +1,123 @@
+"""The wire: ids, the reuse report, engine events."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import get_args
+
+import msgspec
+import pytest
+from carryback import wire
+from carryback.wire import events
+from hypothesis import given
+from hypothesis import strategies as st
+
+counts = st.integers(0, 10**9)
+words = st.from_regex(r"[a-z_]{1,20}", fullmatch=True)
+reuses = st.builds(
+    wire.Reuse,
+    outcome=st.sampled_from(get_args(wire.Outcome)),
+    tokens=counts,
+    reason=words,
+    recomputed=counts,
+    cached=counts,
+)
+
+
+@given(reuses)
+def test_a_reuse_report_survives_its_header(reuse: wire.Reuse) -> None:
+    assert wire.Reuse.parse(reuse.header()) == reuse
+    assert reuse.prompt_tokens == reuse.tokens + reuse.recomputed + reuse.cached
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ("miss", wire.Reuse("miss", 0, "")),
+        ("hit;tokens=5;reason=verified", wire.Reuse("hit", 5, "verified")),
+        (" partial ; tokens = 5 ; reason = x ;", wire.Reuse("partial", 5, "x")),
+        ("hit; tokens=5; reason=verified; newer=7; flag", wire.Reuse("hit", 5, "verified")),
+    ],
+)
+def test_headers_of_other_versions_are_read(header: str, expected: wire.Reuse) -> None:
+    assert wire.Reuse.parse(header) == expected
+
+
+@pytest.mark.parametrize("header", ["", "HIT", "hits", "hit tokens=5", "maybe; tokens=5", "hit; tokens=five"])
+def test_what_is_no_reuse_header_is_refused(header: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        wire.Reuse.parse(header)
+
+
+@pytest.mark.parametrize("good", ["a", "x" * 256, "thread 7/a", "~!%:;,"])
+def test_good_ids(good: str) -> None:
+    assert wire.check_id(good, "X-Turn-ID") == good
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ("", "empty"),
+        ("x" * 257, "257 characters"),
+        ("a\r\nX-Evil: 1", "printable"),
+        ("a\0", "printable"),
+        ("é", "printable"),
+        ("a\x7f", "printable"),
+        (" a", "space"),
+        ("a ", "space"),
+    ],
+)
+def test_bad_ids_are_refused_by_the_name_of_their_field(bad: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as refused:
+        wire.check_id(bad, "X-Turn-ID")
+    assert "X-Turn-ID" in str(refused.value)
+
+
+EVENTS: list[events.Event] = [
+    events.Hello(engine="e", seq=3),
+    events.Held("e", 4, "key", "req", tokens=64, blocks=4, hold_s=480.0, record=b'{"a":1}'),
+    events.Released("e", 5, "key", "expired"),
+    events.Declined("e", 6, "key", "unverified"),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_an_event_survives_its_frames(event: events.Event) -> None:
+    topic, payload = events.encode(event)
+    assert topic == (b"hello" if isinstance(event, events.Hello) else b"key")
+    assert payload[0] == events.VERSION
+    assert events.decode(payload) == event
+
+
+def test_an_event_of_another_version_says_so() -> None:
+    _, payload = events.encode(EVENTS[0])
+    with pytest.raises(ValueError, match="version 9; this is 1"):
+        events.decode(bytes([9]) + payload[1:])
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\x01",
+        b"\x01\xff\xff",
+        b"\x01" + msgspec.msgpack.encode({"type": "other"}),
+        b"\x01" + msgspec.msgpack.encode({"type": "hello", "engine": 5, "seq": "x"}),
+        b"\x01" + msgspec.msgpack.encode({"type": "released", "engine": "e", "seq": 1, "key": "k"}),
+        events.encode(EVENTS[1])[1][:-4],
+    ],
+)
+def test_what_is_no_event_is_refused(payload: bytes) -> None:
+    with pytest.raises(ValueError, match="event"):
+        events.decode(payload)
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused_or_read_but_never_fatal(noise: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        assert isinstance(events.decode(b"\x01" + noise), events.Event)
+
+
+def test_an_event_may_carry_more_than_this_version_knows() -> None:
+    raw = msgspec.msgpack.encode({"type": "hello", "engine": "e", "seq": 1, "later": [1, 2]})
+    assert events.decode(b"\x01" + raw) == events.Hello("e", 1)
