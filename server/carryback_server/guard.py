@@ -2,8 +2,8 @@
 
 Runs as a process of its own and reads from its standard input, a pipe whose other end only the
 supervisor holds: `+<group>` for a process group that it started, `-<group>` for one that is gone. At
-the end of input the groups that are left are asked to stop and, after a grace, killed. An engine is a
-whole group: vLLM's workers outlive a killed API server.
+the end of input the main processes of the groups that are left are asked to stop and, after a grace,
+the whole groups are killed: vLLM's workers can outlive a killed API server.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def alive(group: int) -> bool:
     return False
 
 
-def send(group: int, number: signal.Signals) -> None:
-    """Signal all processes of a group, if there are any."""
+def kill(group: int) -> None:
+    """Kill all processes of a group, if there are any."""
     with suppress(ProcessLookupError):
-        os.killpg(group, number)
+        os.killpg(group, signal.SIGKILL)
 
 
 def main() -> None:
@@ -48,12 +48,13 @@ def main() -> None:
     for line in sys.stdin:
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
     for group in groups:
-        send(group, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.kill(group, signal.SIGTERM)  # the engine's main process
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and any(map(alive, groups)):
         time.sleep(0.1)
     for group in groups:
-        send(group, signal.SIGKILL)
+        kill(group)
 
 
 if __name__ == "__main__":

@@ -252,14 +252,16 @@ class Engines:
         if engine.process is None:
             return
         group = engine.process.pid
-        guard.send(group, signal.SIGTERM)
-        deadline = time.monotonic() + self._stop_grace_s
-        # A process group has no event to wait for.
-        while guard.alive(group) and time.monotonic() < deadline and not self._hurry.is_set():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        guard.send(group, signal.SIGKILL)
-        await engine.process.wait()
-        while guard.alive(group):  # noqa: ASYNC110
+        # The main process alone is asked: it knows the order in which to stop its workers.
+        with suppress(ProcessLookupError):
+            engine.process.terminate()
+        hurry = asyncio.create_task(self._hurry.wait())
+        ended = asyncio.create_task(engine.process.wait())
+        await asyncio.wait([ended, hurry], timeout=self._stop_grace_s, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        guard.kill(group)
+        await ended
+        while guard.alive(group):  # noqa: ASYNC110  (a process group has no event to wait for)
             await asyncio.sleep(0.01)
         self._tell_guard(f"-{group}")
         engine.process = None
