@@ -182,29 +182,32 @@ async def _serve(settings: ServeConfig) -> None:
         model_path = _checked_model(settings.model)
     device = launch.find_device() if settings.device == "auto" else settings.device
     key = os.environ.get(launch.KEY) or (None if settings.insecure_dev else secrets.token_hex(32))
-    commands = launch.engine_commands(
-        settings, device=device, model_path=model_path, ports=launch.choose_ports(settings), key=key
-    )
-    log_dir = settings.log_dir or model.cache_dir() / "logs" / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
-    engines = Engines(
-        commands,
-        log_dir=log_dir,
-        start_timeout_s=settings.start_timeout_s,
-        stop_grace_s=settings.stop_grace_s,
-        restart_wait_s=settings.restart_wait_s,
-        restart_wait_max_s=settings.restart_wait_max_s,
-        restart_reset_s=settings.restart_reset_s,
-    )
-    stop = _on_signals(engines.hurry)
-    err.print(f"starting vLLM engines on {device}; logs in {log_dir}")
-    async with engines:
-        if await _unless(stop, _show_start(engines)):
-            await _route(
-                settings.router([command.engine() for command in commands]),
-                stop=stop,
-                model_name=launch.served_name(settings),
-            )
-        err.print("stopping; once more to stop at once")
+    with launch.reserved_ports(settings) as ports:
+        commands = launch.engine_commands(
+            settings, device=device, model_path=model_path, ports=ports, key=key
+        )
+        log_dir = settings.log_dir or model.cache_dir() / "logs" / time.strftime(
+            f"%Y%m%d-%H%M%S-{os.getpid()}"
+        )
+        engines = Engines(
+            commands,
+            log_dir=log_dir,
+            start_timeout_s=settings.start_timeout_s,
+            stop_grace_s=settings.stop_grace_s,
+            restart_wait_s=settings.restart_wait_s,
+            restart_wait_max_s=settings.restart_wait_max_s,
+            restart_reset_s=settings.restart_reset_s,
+        )
+        stop = _on_signals(engines.hurry)
+        err.print(f"starting vLLM engines on {device}; logs in {log_dir}")
+        async with engines:
+            if await _unless(stop, _show_start(engines)):
+                await _route(
+                    settings.router([command.engine() for command in commands]),
+                    stop=stop,
+                    model_name=launch.served_name(settings),
+                )
+            err.print("stopping; once more to stop at once")
     err.print("stopped")
 
 

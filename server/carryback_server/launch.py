@@ -9,7 +9,8 @@ import random
 import shlex
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,7 @@ ENGINE_API_KEY = "VLLM_API_KEY"
 SECRETS = (KEY, ENGINE_API_KEY)
 
 _LOOPBACK = "127.0.0.1"
+_FIRST_PORT: dict[Role, int] = {"prefill": 8100, "decode": 8200}
 # Given by carryback's own settings, so that the router and the engines agree.
 _RESERVED = ("--model", "--served-model-name", "--host", "--port", "--api-key")
 
@@ -77,10 +79,9 @@ def find_device(environ: Mapping[str, str] = os.environ) -> Device:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now.
+    """Different ports that nobody listens on now, chosen at random.
 
-    Below the range that systems give to outgoing connections, since an engine binds some of its ports
-    seconds after it was started.
+    Below the range that systems give to outgoing connections, which could take one before it is used.
     """
     found: list[int] = []
     for port in random.sample(range(20_000, 32_000), k=12_000):
@@ -103,20 +104,47 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def choose_ports(config: ServeConfig) -> dict[Role, Ports]:
-    """Ports for both engines: the configured ones, else free ones."""
-    given = {"prefill": config.prefill_port, "decode": config.decode_port}
-    free = iter(port for port in free_ports(9) if port not in (*given.values(), config.port))
-    return {
-        role: Ports(http=given[role] or next(free), events=next(free), side_channel=next(free))
-        for role in ("prefill", "decode")
-    }
-
-
 def fixed_ports(config: ServeConfig) -> dict[Role, Ports]:
     """Ports for commands that somebody starts by hand: the configured ones, else 8100 and 8200, and the two after."""
-    first: dict[Role, int] = {"prefill": config.prefill_port or 8100, "decode": config.decode_port or 8200}
+    first = {role: given or _FIRST_PORT[role] for role, given in _given_ports(config).items()}
     return {role: Ports(http=port, events=port + 1, side_channel=port + 2) for role, port in first.items()}
+
+
+@contextmanager
+def reserved_ports(config: ServeConfig) -> Iterator[dict[Role, Ports]]:
+    """Ports for both engines: the configured ones, else free ones that no other `carryback serve` takes.
+
+    The same in each run, if they are free: vLLM compiles a model anew when NIXL's port is another.
+    """
+    given = _given_ports(config)
+    taken = {config.port, *given.values()}
+    with ExitStack() as held:
+
+        def take(first: int) -> int:
+            for port in range(first, 32_000):
+                if port in taken or not is_free(_LOOPBACK, port):
+                    continue
+                # An engine binds its port seconds from now. Until then a socket with the port's name,
+                # in Linux's abstract namespace, keeps others of us off.
+                claim = socket.socket(socket.AF_UNIX)
+                try:
+                    claim.bind(f"\0carryback-port-{port}")
+                except OSError:
+                    claim.close()
+                    continue
+                held.enter_context(claim)
+                taken.add(port)
+                return port
+            raise OSError(f"no free port from {first} on")
+
+        yield {
+            role: Ports(http=given[role] or take(first), events=take(first), side_channel=take(first))
+            for role, first in _FIRST_PORT.items()
+        }
+
+
+def _given_ports(config: ServeConfig) -> dict[Role, int]:
+    return {"prefill": config.prefill_port, "decode": config.decode_port}
 
 
 def served_name(config: ServeConfig) -> str:
@@ -217,6 +245,7 @@ def _options(config: ServeConfig, role: Role, device: Device, events: str) -> li
         options += [
             ["--dtype", "float32"],  # bfloat16 is many times slower without AVX-512
             ["--block-size", "32"],  # the CPU's attention wants a multiple of 32
+            ["--enforce-eager"],  # compiling takes a minute a start, and gains little here
         ]
         if config.model is None:
             options += [
