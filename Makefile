@@ -1,0 +1,35 @@
+# Everything is installed into .venv and runs from there.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed
+
+.PHONY: install demo test lint serve clean
+
+install: $(STAMP)
+
+$(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+# The example agent on two real engines, with reuse and without.
+demo: install
+	$(BIN)/python examples/demo.py $(ARGS)
+
+# make test TEST_ARGS="tests/unit -x"
+test: install
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# make serve ARGS="--port 9000"
+serve: install
+	$(BIN)/carryback serve $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,186 @@
+"""The command line, short of starting engines."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from carryback_server.cli import app
+from typer.testing import CliRunner, Result
+
+SERVE_SETTINGS = [name for name in os.environ if name.startswith("CARRYBACK_")]
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in SERVE_SETTINGS:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CARRYBACK_CACHE", str(tmp_path / "cache"))
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(app, args)
+
+
+def plan(*args: str) -> list[list[str]]:
+    """The commands that a dry run prints, in words."""
+    result = run("serve", "--dry-run", *args)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def test_dry_run_for_two_gpus() -> None:
+    export, prefill, decode, router = plan(
+        "--device", "cuda", "--model", "Qwen/Qwen3-32B", "--", "--max-model-len", "32768"
+    )
+    assert export == ["export", "CARRYBACK_KEY=$(openssl", "rand", "-hex", "32)"]
+    for words, gpu, url in ((prefill, "0", "http://127.0.0.1:8100"), (decode, "1", "http://127.0.0.1:8200")):
+        program = words.index(sys.executable)
+        assert all("=" in word for word in words[:program])
+        assert f"CUDA_VISIBLE_DEVICES={gpu}" in words[:program]
+        assert words[program + 1 : program + 3] == ["-m", "vllm.entrypoints.openai.api_server"]
+        assert words[words.index("--model") + 1] == "Qwen/Qwen3-32B"
+        assert words[words.index("--port") + 1] == url.rsplit(":", 1)[1]
+        assert words[-2:] == ["--max-model-len", "32768"]
+    assert router[:2] == ["carryback", "router"]
+    assert router[router.index("--prefill") + 1] == "http://127.0.0.1:8100,tcp://127.0.0.1:8101"
+    assert router[router.index("--decode") + 1] == "http://127.0.0.1:8200,tcp://127.0.0.1:8201"
+
+
+def test_dry_run_needs_neither_vllm_nor_the_model(tmp_path: Path) -> None:
+    # Where vLLM and torch cannot be imported.
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(['vllm', 'torch', 'transformers', 'nixl']))\n"
+        "from carryback_server.cli import main; main()"
+    )
+    args = ["serve", "--dry-run", "--device", "cpu"]
+    done = subprocess.run([sys.executable, "-c", program, *args], capture_output=True, text=True, check=True)
+    assert "carryback model fetch" in done.stdout
+    assert str(tmp_path / "cache") in done.stdout
+    assert not (tmp_path / "cache").exists()
+
+
+def test_dry_run_never_prints_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARRYBACK_KEY", "5ec7e7")
+    monkeypatch.setenv("CARRYBACK_ENGINE_API_KEY", "hush")
+    output = run("serve", "--dry-run").output
+    assert "5ec7e7" not in output
+    assert "hush" not in output
+    assert "export VLLM_API_KEY" in output
+
+
+def test_dry_run_without_a_key() -> None:
+    *_, prefill, decode, _ = plan("--insecure-dev")
+    for words in (prefill, decode):
+        assert "CARRYBACK_INSECURE_DEV=1" in words
+
+
+def test_settings_from_flag_environment_and_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "carryback.yaml"
+    file.write_text("port: 7001\nkv_recompute_threshold: 128\nprefill_args: --no-enable-prefix-caching\n")
+    *_, prefill, decode, router = plan("--config", str(file))
+    assert router[router.index("--port") + 1] == "7001"
+    assert '"kv_recompute_threshold": 128' in prefill[prefill.index("--kv-transfer-config") + 1]
+    assert "--no-enable-prefix-caching" in prefill
+    assert "--no-enable-prefix-caching" not in decode
+
+    monkeypatch.setenv("CARRYBACK_PORT", "7002")
+    *_, router = plan("--config", str(file))
+    assert router[router.index("--port") + 1] == "7002"
+    *_, router = plan("--config", str(file), "--port", "7003")
+    assert router[router.index("--port") + 1] == "7003"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 7001", "unknown setting 'prot'; did you mean 'port'?"),
+        ("port: many", "setting 'port'"),
+        ("device: tpu", "setting 'device'"),
+        ("engines: [{role: decode, url: 'http://x', events: 'tcp://x'}]", "`carryback router`"),
+        ("port: [", "while parsing"),
+        ("- port", "carryback.yaml"),
+    ],
+)
+def test_wrong_settings_are_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "carryback.yaml"
+    file.write_text(text)
+    result = run("serve", "--dry-run", "--config", str(file))
+    assert result.exit_code == 1
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_missing_file() -> None:
+    result = run("serve", "--dry-run", "--config", "/no/such.yaml")
+    assert result.exit_code == 1
+    assert "/no/such.yaml: no such configuration file" in result.output
+
+
+def test_port_in_use() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = str(server.getsockname()[1])
+        for args in (
+            ["serve", "--port", port],
+            ["serve", "--port", "0", "--prefill-port", port],
+            ["router", "--port", port, "--decode", "http://127.0.0.1:1,tcp://127.0.0.1:2"],
+        ):
+            result = run(*args)
+            assert result.exit_code == 1
+            assert f"port {port}" in result.output
+            assert "in use" in result.output
+
+
+def test_no_such_model_folder() -> None:
+    result = run("serve", "--port", "0", "--model", "./no-such-folder")
+    assert result.exit_code == 1
+    assert "no such folder" in result.output
+
+
+def test_arguments_before_the_dashes() -> None:
+    assert run("serve", "--dry-run", "--max-model-len", "1").exit_code == 2
+    result = run("serve", "--dry-run", "stray")
+    assert result.exit_code == 2
+    assert "vLLM's arguments go after --" in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "no decode engine"),
+        (["--decode", "127.0.0.1:8200"], "want URL,EVENTS"),
+        (["--decode", "http://x"], "want URL,EVENTS"),
+    ],
+)
+def test_router_needs_engines(args: list[str], message: str) -> None:
+    result = run("router", *args)
+    assert result.exit_code == 1
+    assert message in result.output
+
+
+def test_version() -> None:
+    result = run("version")
+    assert result.exit_code == 0
+    assert "carryback 0." in result.output
+    assert "python 3." in result.output
+
+
+def test_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "carryback_server", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "serve" in done.stdout
+
+
+def test_quick_to_import() -> None:
+    program = "import sys, carryback_server.cli; print([m for m in ('vllm', 'torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

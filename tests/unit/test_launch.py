@@ -1,0 +1,189 @@
+"""Engine command lines and environment."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from carryback_server.config import ConfigError, ServeConfig, load
+from carryback_server.launch import (
+    EngineCommand,
+    Ports,
+    Role,
+    engine_commands,
+    has_flag,
+    is_free,
+    reserved_ports,
+)
+
+PORTS: dict[Role, Ports] = {"prefill": Ports(8100, 8101, 8102), "decode": Ports(8200, 8201, 8202)}
+
+
+def build(
+    device: Any = "cpu", key: str | None = "5ec7e7", environ: Mapping[str, str] | None = None, **flags: object
+) -> tuple[EngineCommand, EngineCommand]:
+    config = load(ServeConfig, **flags)
+    prefill, decode = engine_commands(
+        config,
+        device=device,
+        model_path=config.model or "/models/small",
+        ports=PORTS,
+        key=key,
+        environ=environ or {},
+    )
+    return prefill, decode
+
+
+def value(command: EngineCommand, flag: str) -> str:
+    assert command.argv.count(flag) == 1, f"{flag} in {command.argv}"
+    return command.argv[command.argv.index(flag) + 1]
+
+
+def kv_transfer(command: EngineCommand) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(value(command, "--kv-transfer-config"))
+    return config
+
+
+def test_the_two_roles() -> None:
+    prefill, decode = build()
+    assert (kv_transfer(prefill)["kv_role"], kv_transfer(decode)["kv_role"]) == ("kv_producer", "kv_consumer")
+    assert kv_transfer(prefill)["kv_load_failure_policy"] == "recompute"
+    assert kv_transfer(decode)["kv_load_failure_policy"] == "fail"
+    for command, ports in ((prefill, PORTS["prefill"]), (decode, PORTS["decode"])):
+        assert value(command, "--port") == str(ports.http)
+        assert command.url == f"http://127.0.0.1:{ports.http}"
+        extra = kv_transfer(command)["kv_connector_extra_config"]
+        assert extra["carryback_events"] == command.events == f"tcp://127.0.0.1:{ports.events}"
+        assert command.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(ports.side_channel)
+        assert extra["bidirectional_kv_xfer"] is True
+        assert command.engine().role == command.role
+
+
+def test_what_both_must_agree_on() -> None:
+    prefill, decode = build()
+    for command in (prefill, decode):
+        assert value(command, "--prefix-caching-hash-algo") == "sha256_cbor"
+        assert command.env["PYTHONHASHSEED"] == "0"
+        assert command.env["CARRYBACK_KEY"] == "5ec7e7"
+
+
+def test_settings_reach_the_connector() -> None:
+    for command in build(kv_recompute_threshold=0, kv_backend="LIBFABRIC", hold_s=30.5, prefill_lease_s=12):
+        extra = kv_transfer(command)["kv_connector_extra_config"]
+        assert extra["kv_recompute_threshold"] == 0
+        assert extra["backends"] == ["LIBFABRIC"]
+        assert extra["decoder_kv_blocks_ttl"] == 31
+        assert extra["kv_lease_duration"] == 12
+
+
+def test_no_key() -> None:
+    for command in build(key=None, insecure_dev=True):
+        assert "CARRYBACK_KEY" not in command.env
+        assert command.env["CARRYBACK_INSECURE_DEV"] == "1"
+    for command in build():
+        assert "CARRYBACK_INSECURE_DEV" not in command.env
+
+
+def test_secrets_are_not_printed() -> None:
+    for command in build(engine_api_key="hush"):
+        assert command.env["VLLM_API_KEY"] == "hush"
+        assert "5ec7e7" not in command.shell()
+        assert "hush" not in command.shell()
+
+
+def test_the_printed_command_is_the_command() -> None:
+    for command in build(engine_args=["--override-generation-config", '{"a": "it\'s $HOME"}']):
+        words = shlex.split(command.shell().replace("\\\n", " "))
+        env = dict(word.split("=", 1) for word in words[: words.index(command.argv[0])])
+        assert words[len(env) :] == command.argv
+        assert env == {name: value for name, value in command.env.items() if name != "CARRYBACK_KEY"}
+
+
+def test_default_model_calls_tools() -> None:
+    for command in build():
+        assert value(command, "--tool-call-parser") == "hermes"
+        assert "--enable-auto-tool-choice" in command.argv
+        assert value(command, "--served-model-name") == "SmolLM2-135M-Instruct"
+    for command in build(model="Qwen/Qwen3-32B"):
+        assert "--tool-call-parser" not in command.argv
+        assert "--chat-template" not in command.argv
+        assert value(command, "--served-model-name") == "Qwen/Qwen3-32B"
+
+
+def test_cpu_settings_are_for_cpus() -> None:
+    for command in build("cpu"):
+        assert value(command, "--dtype") == "float32"
+        assert int(value(command, "--block-size")) % 32 == 0
+        assert command.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    prefill, decode = build("cuda", prefill_devices="0,1", decode_devices="2,3")
+    for command in (prefill, decode):
+        assert "--dtype" not in command.argv
+        assert not any("CPU" in name or "OMP" in name for name in command.env)
+    assert prefill.env["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert decode.env["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_the_operators_arguments_win() -> None:
+    prefill, decode = build(
+        engine_args=["--dtype=bfloat16", "--max_model_len", "1024", "--no-enforce-eager"],
+        prefill_args="--no-enable-prefix-caching --block-size 64",
+    )
+    for command in (prefill, decode):
+        assert "--dtype" not in command.argv
+        assert "--dtype=bfloat16" in command.argv
+        assert "--max-model-len" not in command.argv
+        assert "--enforce-eager" not in command.argv
+    assert value(prefill, "--block-size") == "64"
+    assert "--no-enable-prefix-caching" in prefill.argv
+    assert value(decode, "--block-size") == "32"
+    assert "--no-enable-prefix-caching" not in decode.argv
+
+
+def test_the_operators_environment_wins() -> None:
+    for command in build(environ={"OMP_NUM_THREADS": "7", "PYTHONHASHSEED": "random"}):
+        assert command.env["OMP_NUM_THREADS"] == "7"
+        assert command.env["PYTHONHASHSEED"] == "0"
+
+
+@pytest.mark.parametrize("args", [["--port", "1"], ["--model=x"], ["--served_model_name", "x"]])
+def test_arguments_that_are_settings_are_refused(args: list[str]) -> None:
+    with pytest.raises(ConfigError, match="give it to carryback serve itself"):
+        build(engine_args=args)
+
+
+def test_has_flag() -> None:
+    assert has_flag(["--dtype", "float32"], "--dtype")
+    assert has_flag(["--block_size=64"], "--block-size")
+    assert has_flag(["--no-enforce-eager"], "--enforce-eager")
+    assert not has_flag(["--dtype-of-something", "dtype", "x=--dtype"], "--dtype")
+
+
+def test_ports_never_collide() -> None:
+    config = load(ServeConfig, port=8101, prefill_port=8102)
+    with reserved_ports(config) as ours, reserved_ports(load(ServeConfig)) as theirs:
+        used = [
+            port
+            for pair in (ours, theirs)
+            for each in pair.values()
+            for port in (each.http, each.events, each.side_channel)
+        ]
+        assert ours["prefill"].http == 8102
+        assert len(set(used)) == len(used)
+        assert 8101 not in [port for each in ours.values() for port in (each.http, each.events)]
+
+
+def test_ports_in_use_are_passed_over() -> None:
+    with reserved_ports(load(ServeConfig)) as before:
+        port = before["decode"].http
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        assert not is_free("127.0.0.1", port)
+        with reserved_ports(load(ServeConfig)) as after:
+            assert after["decode"].http != port
+    with reserved_ports(load(ServeConfig)) as again:
+        assert again == before
