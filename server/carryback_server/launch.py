@@ -71,11 +71,15 @@ class EngineCommand:
         return " \\\n  ".join([*env, *by_option(self.argv)])
 
 
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU with a driver."""
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"))
+
+
 def find_device(environ: Mapping[str, str] = os.environ) -> Device:
-    """`cuda` on a machine with an NVIDIA GPU that this process may see, else `cpu`."""
-    if environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return "cpu"
-    return "cuda" if Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists() else "cpu"
+    """`cuda` on a machine with a GPU that this process may see, else `cpu`."""
+    hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return "cuda" if has_gpu() and not hidden else "cpu"
 
 
 def free_ports(count: int) -> list[int]:

@@ -29,7 +29,7 @@ from carryback_server.launch import EngineCommand
 logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 5.0
-_TAIL_LINES = 25
+_TAIL_LINES = 15
 _TAIL_BYTES = 64 * 1024
 
 # What vLLM's log says while it starts, in the order in which it does.
@@ -44,7 +44,7 @@ _STAGES = (
 _CAUSES = (
     (r"CARRYBACK_KEY", "no key: set CARRYBACK_KEY to one secret for all engines, or pass --insecure-dev"),
     (
-        r"(?i)carryback.*supports? vLLM|vLLM [\d.]+\S* is not supported",
+        r"carryback works with vLLM",
         "this vLLM version is not supported: see `carryback version` and the versions in the README",
     ),
     (r"(?i)no module named 'carryback_vllm|carryback_vllm.*ModuleNotFound", "carryback is not installed for this Python"),
@@ -79,6 +79,9 @@ _CAUSES = (
 )  # fmt: skip
 
 
+_ERROR = re.compile(r"(?m)^(?!.*\bWARNING\b).*?(\b[\w.]*(?:Error|Exception): .{1,400})")
+
+
 class EngineFailed(Exception):
     """An engine did not start; the message has the likely cause and the last lines of its log."""
 
@@ -86,8 +89,8 @@ class EngineFailed(Exception):
 class Engines:
     """A set of engines under supervision; an async context manager that starts and stops them.
 
-    An engine that dies while the set starts fails the whole set. One that dies later is restarted, at
-    once the first time and after a doubling wait from then on, and logged as an error.
+    An engine that dies before it first serves fails the whole set. One that dies later is restarted, after
+    a wait that doubles with each restart, and logged as an error.
 
     Args:
         commands: what to start; names are unique.
@@ -315,12 +318,21 @@ class _Engine:
     def report(self, trouble: str) -> str:
         """What happened, the likely cause and the last lines of the log."""
         text = self.tail()
-        cause = next((f"Likely cause: {then}\n" for mark, then in _CAUSES if re.search(mark, text)), "")
+        cause = next((cause for mark, cause in _CAUSES if re.search(mark, text)), "")
         if not cause and "SIGKILL" in trouble:
-            cause = "Likely cause: killed by hand or by the kernel for lack of memory (see dmesg)\n"
+            cause = "killed by hand, or by the kernel for lack of memory (see dmesg)"
+        # vLLM's root cause is far above its last lines, which say only that there was one.
+        errors = dict.fromkeys(match[1] for match in _ERROR.finditer(text))
         lines = text.rstrip().splitlines()[-_TAIL_LINES:]
-        shown = "".join(f"  | {line}\n" for line in lines) or "  | (nothing)\n"
-        return f"{self.name} {trouble}\n{cause}Last lines of {self.log}:\n{shown}".rstrip()
+        return "\n".join(
+            [
+                f"{self.name} {trouble}",
+                *([f"Likely cause: {cause}"] if cause else []),
+                *(["Errors in its log:", *(f"  | {error}" for error in errors)] if errors else []),
+                f"Last lines of {self.log}:",
+                *(f"  | {line}" for line in lines or ["(nothing)"]),
+            ]
+        )
 
 
 async def _healthy(url: str) -> None:

@@ -25,8 +25,8 @@ if "stubborn" in flags:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("worker", worker.pid, flush=True)
-if "no-port" in flags:
-    sys.exit("OSError: [Errno 98] Address already in use")
+if "fail" in flags:
+    sys.exit(flags[-1])
 if "silent" in flags:
     time.sleep(600)
 class Health(http.server.BaseHTTPRequestHandler):
@@ -76,7 +76,10 @@ async def test_starts_serves_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 async def test_early_death_names_the_cause_and_stops_the_other(tmp_path: Path) -> None:
-    engines = Engines([command("prefill"), command("decode", "no-port")], log_dir=tmp_path)
+    engines = Engines(
+        [command("prefill"), command("decode", "fail", "OSError: [Errno 98] Address already in use")],
+        log_dir=tmp_path,
+    )
     await engines.start()
     await until(lambda: "worker" in _text(tmp_path / "prefill.log"))
     with pytest.raises(EngineFailed) as failed:
@@ -86,6 +89,52 @@ async def test_early_death_names_the_cause_and_stops_the_other(tmp_path: Path) -
     assert "Likely cause: a port is in use" in message
     assert "[Errno 98] Address already in use" in message
     assert not any(map(running, worker_pids(tmp_path / "prefill.log") + worker_pids(tmp_path / "decode.log")))
+
+
+# What vLLM says in each case, shortened.
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (
+            "ValueError: To serve at least one request with the model's max seq len (8192), (0.35 GiB KV cache is "
+            "needed, which is larger than the available KV cache memory (0.03 GiB).",
+            "KV cache is too small",
+        ),
+        (
+            "api_server.py: error: unrecognized arguments: --no-such-flag",
+            "does not know one of the engine arguments",
+        ),
+        (
+            "OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in "
+            "the cached files.",
+            "the model was not found",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "not enough GPU memory"),
+        ("RuntimeError: No CUDA GPUs are available", "no usable GPU"),
+        (
+            "/usr/bin/python: Error while finding module specification: No module named 'vllm'",
+            "vLLM is not installed",
+        ),
+        ("RuntimeError: NIXL is not available", "NIXL is not installed"),
+        (
+            "RuntimeError: carryback works with vLLM 0.32 or 0.33, and this is vLLM 0.9.",
+            "version is not supported",
+        ),
+        ("RuntimeError: carryback: CARRYBACK_KEY is not set.", "no key"),
+    ],
+)
+async def test_likely_causes(tmp_path: Path, said: str, cause: str) -> None:
+    # The root cause, and after it what says only that there was one.
+    noise = "\n".join(["  File ..."] * 30 + ["RuntimeError: Engine core initialization failed."])
+    engines = Engines([command("prefill", "fail", f"{said}\n{noise}")], log_dir=tmp_path)
+    await engines.start()
+    with pytest.raises(EngineFailed) as failed:
+        await engines.wait_ready()
+    lines = str(failed.value).splitlines()
+    assert cause in next(line for line in lines if line.startswith("Likely cause: "))
+    if "Error: " in said:
+        assert said in str(failed.value)
+    assert "Engine core initialization failed" in lines[-1]
 
 
 def _text(path: Path) -> str:
