@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from carryback_server.cli import app
+from carryback_server.config import ServeConfig
 from typer.testing import CliRunner, Result
 
 SERVE_SETTINGS = [name for name in os.environ if name.startswith("CARRYBACK_")]
@@ -184,3 +185,13 @@ def test_quick_to_import() -> None:
     program = "import sys, carryback_server.cli; print([m for m in ('vllm', 'torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_every_setting_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    rows = dict(line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `"))
+    documented = {name.strip(" `"): default.strip() for name, default in rows.items()}
+    assert documented.keys() == ServeConfig.model_fields.keys()
+    for name, field in ServeConfig.model_fields.items():
+        if field.default not in (None, []):
+            assert documented[name].lower() == f"{field.default}".lower().removesuffix(".0"), name
