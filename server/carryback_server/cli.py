@@ -172,19 +172,16 @@ def main() -> None:
 
 async def _serve(settings: ServeConfig) -> None:
     _check_port(settings)
-    for role, port in (("prefill", settings.prefill_port), ("decode", settings.decode_port)):
-        if not launch.is_free("127.0.0.1", port):
-            raise ConfigError(f"port {port} is in use; leave {role}_port to be chosen, or give another")
     device = launch.find_device() if settings.device == "auto" else settings.device
     if device == "cuda" and not launch.has_gpu():
         raise ConfigError("device is cuda, and there is no NVIDIA GPU on this machine; give --device cpu")
-    if settings.model is None:
-        err.print(f"default model: {model.NAME}")
-        model_path = str(await asyncio.to_thread(model.fetch_default_model))
-    else:
-        model_path = _checked_model(settings.model)
     key = os.environ.get(launch.KEY) or (None if settings.insecure_dev else secrets.token_hex(32))
     with launch.reserved_ports(settings) as ports:
+        if settings.model is None:
+            err.print(f"default model: {model.NAME}")
+            model_path = str(await asyncio.to_thread(model.fetch_default_model))
+        else:
+            model_path = _checked_model(settings.model)
         commands = launch.engine_commands(
             settings, device=device, model_path=model_path, ports=ports, key=key
         )

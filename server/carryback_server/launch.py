@@ -116,31 +116,37 @@ def fixed_ports(config: ServeConfig) -> dict[Role, Ports]:
 
 @contextmanager
 def reserved_ports(config: ServeConfig) -> Iterator[dict[Role, Ports]]:
-    """Ports for both engines: the configured ones, else free ones that no other `carryback serve` takes.
+    """Ports for both engines: the configured ones, else free ones, kept from every other `carryback serve`.
 
     The same in each run, if they are free: vLLM compiles a model anew when NIXL's port is another.
+
+    Raises:
+        ConfigError: a configured port is in use.
     """
-    given = _given_ports(config)
-    taken = {config.port, *given.values()}
     with ExitStack() as held:
+
+        def claim(port: int) -> bool:
+            # An engine binds its ports seconds from now. Until it ends, a socket with the port's name, in
+            # Linux's abstract namespace, tells others of us.
+            name = socket.socket(socket.AF_UNIX)
+            try:
+                name.bind(f"\0carryback-port-{port}")
+            except OSError:
+                name.close()
+                return False
+            held.enter_context(name)
+            return is_free(_LOOPBACK, port)
 
         def take(first: int) -> int:
             for port in range(first, 32_000):
-                if port in taken or not is_free(_LOOPBACK, port):
-                    continue
-                # An engine binds its port seconds from now. Until then a socket with the port's name,
-                # in Linux's abstract namespace, keeps others of us off.
-                claim = socket.socket(socket.AF_UNIX)
-                try:
-                    claim.bind(f"\0carryback-port-{port}")
-                except OSError:
-                    claim.close()
-                    continue
-                held.enter_context(claim)
-                taken.add(port)
-                return port
-            raise OSError(f"no free port from {first} on")
+                if port != config.port and claim(port):
+                    return port
+            raise ConfigError(f"no free port from {first} on")
 
+        given = _given_ports(config)
+        for role, port in given.items():
+            if port and not claim(port):
+                raise ConfigError(f"port {port} is in use; leave {role}_port to be chosen, or give another")
         yield {
             role: Ports(http=given[role] or take(first), events=take(first), side_channel=take(first))
             for role, first in _FIRST_PORT.items()
