@@ -201,11 +201,12 @@ class Pipeline:
             return None, "no_conversation"
         late = conversation.late
         if conversation.record is None and late is not None and not late.is_set():
-            conversation.late = None
             try:
                 async with asyncio.timeout(self._config.held_event_wait_s):
                     await late.wait()
             except TimeoutError:
+                if conversation.late is late:
+                    conversation.late = None  # wait for it once
                 self._metrics.held_missing.inc()
                 return None, "event_missing"
         record = self.records.take(conversation)

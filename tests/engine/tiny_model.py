@@ -1,7 +1,8 @@
-"""A real but tiny model: a randomly initialised Qwen3 and a tokenizer trained on the spot.
+"""A real but tiny model: a randomly initialised Qwen3 whose tokens are bytes.
 
-Its weights are large on purpose: the first token depends strongly on every token of the prompt, so that
-KV of other tokens shows at once in its log-probabilities.
+Its weights are large on purpose: what it says depends strongly on every token of the prompt, so that KV
+of other tokens shows at once. It generates printable ASCII only, so that an answer's text gives the same
+tokens again in the next prompt.
 """
 
 from __future__ import annotations
@@ -9,13 +10,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-CORPUS = """
-The quick brown fox jumps over the lazy dog. A user asks a question about the weather in Lisbon, and the
-assistant answers with a number. Tools return results as text. Numbers: 0 1 2 3 4 5 6 7 8 9 10 100 1000.
-What is the capital of France? Paris is the capital. Read section three of the document and summarise it.
-{"name": "search_document", "arguments": {"query": "budget", "limit": 3}} <tool_call> </tool_call>
-system user assistant tool animal cat dog horse bird fish river mountain city harbour letter garden
-"""
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def symbols() -> list[str]:
+    """The vocabulary, in the order of token ids: special tokens, then one symbol a byte."""
+    from tokenizers import pre_tokenizers
+
+    return [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+
+
+def no_whitespace() -> dict[str, float]:
+    """A `logit_bias` without which a grammar that allows whitespace gets nothing else from this model."""
+    return {
+        str(symbols().index(symbol)): -100.0 for symbol in "\u0120\u0109\u010a\u010d"
+    }  # space, \\t, \\n, \\r
 
 
 def make_tiny_model(folder: Path, template: Path, *, seed: int = 0) -> Path:
@@ -26,23 +35,19 @@ def make_tiny_model(folder: Path, template: Path, *, seed: int = 0) -> Path:
         seed: of the random weights.
     """
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = Tokenizer(models.BPE())
+    vocabulary = {symbol: at for at, symbol in enumerate(symbols())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer.train_from_iterator(
-        CORPUS.splitlines(),
-        trainers.BpeTrainer(
-            vocab_size=600, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-        ),
-    )
+    tokenizer.add_special_tokens(list(SPECIAL))
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
     fast.chat_template = template.read_text()
+
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(fast),
@@ -58,6 +63,10 @@ def make_tiny_model(folder: Path, template: Path, *, seed: int = 0) -> Path:
         initializer_range=0.2,
     )
     model = Qwen3ForCausalLM(config).to(torch.float32)
+    printable = {chr(code) for code in range(33, 127)}
+    unwanted = [at for symbol, at in vocabulary.items() if symbol not in printable]
+    with torch.no_grad():
+        model.lm_head.weight[unwanted] = 0
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": fast.eos_token_id}))

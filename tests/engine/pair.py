@@ -1,0 +1,205 @@
+"""A real prefill engine and a real decode engine with real NIXL between them, and a client.
+
+Both run the tiny model, without prefix caching: what an answer was computed from is then what the test
+made it be, and KV that was loaded wrongly cannot hide in a cache or outlive its test there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from carryback import wire
+from carryback_server.app import Router
+from carryback_server.config import EngineConfig, RouterConfig, ServeConfig
+from carryback_server.launch import EngineCommand, Ports, engine_commands, free_ports
+from carryback_server.model import CHAT_TEMPLATE
+from carryback_server.supervisor import Engines
+from tiny_model import make_tiny_model
+
+KEY = "the key of the tests"
+NAME = "tiny"
+BLOCK = 32
+ENGINE_ARGS = [
+    "--max-model-len", "4096", "--max-num-batched-tokens", "4096", "--max-num-seqs", "8",
+    "--no-enable-prefix-caching", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+]  # fmt: skip
+
+
+@dataclass
+class Answer:
+    """What a client got."""
+
+    status: int
+    text: str
+    tokens: list[str]
+    first: dict[str, float]
+    "The first token's most likely candidates and their log-probabilities."
+    reuse: wire.Reuse | None
+    headers: dict[str, str]
+    body: Any
+    raw: bytes
+
+    def assert_same(self, other: Answer) -> None:
+        """Assert that this is the answer to the same prompt, computed from the same KV."""
+        assert self.status == other.status == 200, (self.raw, other.raw)
+        assert self.first.keys() == other.first.keys(), (self.first, other.first)
+        for token, value in self.first.items():
+            assert value == pytest.approx(other.first[token], abs=0.001), (token, self.first, other.first)
+        assert self.tokens == other.tokens
+
+
+class Client:
+    """Talks to a router as any HTTP client would."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session = session
+        self.url = url
+
+    async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
+        """A request; its answer, streamed or not, put together."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        async with self.session.post(self.url + path, data=data, headers=headers) as response:
+            raw = await response.read()
+        reuse = response.headers.get(wire.CARRYBACK_REUSE)
+        answer = Answer(
+            response.status, "", [], {}, wire.Reuse.parse(reuse) if reuse else None,
+            dict(response.headers), None, raw,
+        )  # fmt: skip
+        chunks = [json.loads(raw)] if response.content_type == "application/json" else list(_events(raw))
+        answer.body = chunks[0] if len(chunks) == 1 else chunks
+        for chunk in chunks if response.status == 200 else ():
+            for choice in chunk.get("choices", ()):
+                message = choice.get("message") or choice.get("delta") or {}
+                answer.text += choice.get("text") or message.get("content") or ""
+                for token in (choice.get("logprobs") or {}).get("content") or ():
+                    answer.tokens.append(token["token"])
+                    if not answer.first:
+                        answer.first = {top["token"]: top["logprob"] for top in token["top_logprobs"]}
+        return answer
+
+    async def chat(
+        self,
+        messages: list[dict[str, Any]],
+        conversation: str | None = None,
+        *,
+        reuse: bool = True,
+        tokens: int = 32,
+        headers: dict[str, str] | None = None,
+        **fields: Any,
+    ) -> Answer:
+        """A greedy chat completion of exactly so many tokens."""
+        headers = dict(headers or {})
+        if conversation is not None:
+            headers[wire.CONVERSATION_ID] = conversation
+        if not reuse:
+            headers[wire.CARRYBACK_REUSE] = "off"
+        body = {
+            "model": NAME, "messages": messages, "temperature": 0, "max_tokens": tokens,
+            "min_tokens": tokens, "logprobs": True, "top_logprobs": 5, **fields,
+        }  # fmt: skip
+        return await self.post("/v1/chat/completions", body, headers)
+
+
+def _events(raw: bytes) -> list[Any]:
+    lines = [line[5:].strip() for line in raw.splitlines() if line.startswith(b"data:")]
+    return [json.loads(line) for line in lines if line != b"[DONE]"]
+
+
+def document(seed: int, sentences: int) -> str:
+    """Text in which every sentence says something else."""
+    animals = ["cat", "dog", "horse", "bird", "fish"]
+    return " ".join(
+        f"Item {seed}-{i}: the {animals[(seed + i) % 5]} has number {(seed * 31 + i * 37) % 997}."
+        for i in range(sentences)
+    )
+
+
+@dataclass
+class Pair:
+    """The two engines."""
+
+    engines: Engines | None
+    "None if they were running already."
+    commands: list[EngineCommand]
+    session: aiohttp.ClientSession
+
+    @asynccontextmanager
+    async def router(
+        self, engines: list[EngineConfig] | None = None, **settings: Any
+    ) -> AsyncIterator[Client]:
+        """A router of its own in front of the engines, and a client of it."""
+        configs = engines or [command.engine() for command in self.commands]
+        router = Router(RouterConfig(engines=configs, port=0, **settings))
+        await router.start()
+        try:
+            yield Client(self.session, router.url)
+        finally:
+            await router.stop()
+
+    def url(self, role: str) -> str:
+        """An engine's base URL."""
+        return next(command.url for command in self.commands if command.role == role)
+
+    async def metric(self, role: str, name: str) -> float:
+        """The sum of an engine's metric over its labels."""
+        async with self.session.get(self.url(role) + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
+        assert values, name
+        return sum(values)
+
+    async def pinned(self, role: str) -> float:
+        """The share of an engine's KV blocks that are in use; the engine's own metric."""
+        return await self.metric(role, "vllm:kv_cache_usage_perc")
+
+    async def assert_unpinned(self, *roles: str, within_s: float = 30) -> None:
+        """Assert that the engines hold nothing, in a moment."""
+        for role in roles or ("prefill", "decode"):
+            await eventually(lambda role=role: self._is_unpinned(role), within_s, f"{role} still holds KV")
+
+    async def _is_unpinned(self, role: str) -> bool:
+        return await self.pinned(role) == 0
+
+
+async def eventually(check: Callable[[], Awaitable[bool]], within_s: float, message: str) -> None:
+    """Wait until `check` holds; fail with the message if it does not in time."""
+    try:
+        async with asyncio.timeout(within_s):
+            while not await check():  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        pytest.fail(message)
+
+
+def commands_for(model_path: Path) -> list[EngineCommand]:
+    """Both engines' commands for the tiny model."""
+    config = ServeConfig(
+        model=str(model_path), served_model_name=NAME, engine_args=ENGINE_ARGS, prefill_lease_s=30
+    )
+    numbers = free_ports(6)
+    ports = {"prefill": Ports(*numbers[:3]), "decode": Ports(*numbers[3:])}
+    return engine_commands(config, device="cpu", model_path=str(model_path), ports=ports, key=KEY)
+
+
+async def serve(folder: Path) -> None:
+    """Run a pair until interrupted, for `CARRYBACK_TEST_ENGINES`: quick runs of single tests."""
+    commands = commands_for(make_tiny_model(folder / "tiny", CHAT_TEMPLATE))
+    async with Engines(commands, log_dir=folder) as engines:
+        await engines.wait_ready()
+        (folder / "engines.json").write_text(json.dumps([asdict(command) for command in commands]))
+        print(f"CARRYBACK_TEST_ENGINES={folder / 'engines.json'}", flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1])))
