@@ -321,8 +321,9 @@ class Pipeline:
                                 time.monotonic() - started
                             )
                             self._metrics.observe_reuse(prefilled.reuse)
-                        response, has_ended = await relay(request, _settled(answer), headers)
+                        response = await relay(request, _settled(answer), headers)
                     finally:
+                        has_ended = answer.has_ended
                         answer.close()
                 return response
             except EngineDown as error:

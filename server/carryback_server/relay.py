@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import aiohttp
@@ -22,6 +23,7 @@ class Answer:
 
     Attributes:
         first: the first bytes; all of them, if it is not a stream of events.
+        has_ended: it has come to its regular end, whether or not the client got it.
     """
 
     status: int
@@ -29,6 +31,7 @@ class Answer:
     first: bytes
     rest: AsyncIterator[bytes] | None
     upstream: aiohttp.ClientResponse
+    has_ended: bool = False
 
     @property
     def is_stream(self) -> bool:
@@ -77,30 +80,29 @@ async def begin(engine: Engine, upstream: aiohttp.ClientResponse, timeout_s: flo
     return Answer(upstream.status, content_type, first, chunks, upstream)
 
 
-async def relay(
-    request: web.Request, answer: Answer, headers: dict[str, str]
-) -> tuple[web.StreamResponse, bool]:
+async def relay(request: web.Request, answer: Answer, headers: dict[str, str]) -> web.StreamResponse:
     """Send an answer on to the client.
 
     Args:
         headers: of ours, to send with it.
-
-    Returns:
-        the response; whether the answer came to its regular end.
     """
     headers = {**headers, "Content-Type": answer.content_type}
     if answer.rest is None:
-        return web.Response(status=answer.status, body=answer.first, headers=headers), answer.status < 400
+        answer.has_ended = answer.status < 400
+        return web.Response(status=answer.status, body=answer.first, headers=headers)
     headers["Cache-Control"] = "no-cache"
     headers["X-Accel-Buffering"] = "no"
     response = web.StreamResponse(status=answer.status, headers=headers)
     await response.prepare(request)
-    await response.write(answer.first)
+    # The end is noted before it is sent: the official client hangs up as soon as it has seen it.
     tail = answer.first[-64:]
+    answer.has_ended = _DONE in tail
+    await response.write(answer.first)
     try:
         async for chunk in answer.rest:
-            await response.write(chunk)
             tail = (tail + chunk)[-64:]
+            answer.has_ended = _DONE in tail
+            await response.write(chunk)
     except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, aiohttp.SocketTimeoutError) as error:
         late = isinstance(error, aiohttp.SocketTimeoutError)
         message = "sent nothing for too long (idle_timeout_s)" if late else "broke off"
@@ -108,5 +110,6 @@ async def relay(
             502, f"the decode engine {message}; the answer is not complete", code="engine_lost"
         )
         await response.write(problem.event())
-    await response.write_eof()
-    return response, _DONE in tail
+    with suppress(ConnectionResetError):
+        await response.write_eof()
+    return response
