@@ -1,0 +1,124 @@
+"""Random edits of growing conversations: whatever the router is told, every answer is right."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from carryback_server.launch import free_ports
+from carryback_server.supervisor import Engines
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from pair import KEY, Client, Pair, document
+
+Messages = list[dict[str, Any]]
+
+EDITS = ["grow", "grow", "grow", "change", "trim", "system", "repeat", "swap", "stranger"]
+TOKENS = 12
+
+
+def edit(messages: Messages, answer: str, how: str, dice: random.Random) -> Messages:
+    """The next request's messages: a continuation, or something else that a client might send."""
+    grown = [
+        *messages,
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": document(dice.randrange(1000), dice.randrange(1, 5))},
+    ]
+    if how == "change":
+        at = dice.randrange(len(grown) - 1)
+        text = grown[at]["content"]
+        cut = dice.randrange(len(text))
+        grown[at] = {**grown[at], "content": text[:cut] + dice.choice("!#%") + text[cut + 1 :]}
+    elif how == "trim":
+        del grown[1 : 1 + 2 * dice.randrange(1, 2)]
+    elif how == "system":
+        grown[0] = {"role": "system", "content": document(dice.randrange(1000), 3)}
+    elif how == "repeat":
+        return messages
+    elif how == "swap" and len(grown) > 3:
+        grown[1], grown[-1] = grown[-1], grown[1]
+    elif how == "stranger":
+        return [{"role": "user", "content": document(dice.randrange(1000), 12)}]
+    return grown
+
+
+async def check_history(client: Client, edits: list[str], seed: int) -> int:
+    """Play a conversation and compare every answer with a full recompute; the tokens reused in all."""
+    dice = random.Random(seed)
+    conversation = uuid.uuid4().hex
+    messages: Messages = [
+        {"role": "system", "content": document(seed, 3)},
+        {"role": "user", "content": document(seed + 1, 10)},
+    ]
+    answer = await client.chat(messages, conversation, tokens=TOKENS)
+    reused = 0
+    for how in edits:
+        messages = edit(messages, answer.text, how, dice)
+        answer = await client.chat(messages, conversation, tokens=TOKENS, stream=dice.random() < 0.5)
+        answer.assert_same(await client.chat(messages, reuse=False, tokens=TOKENS))
+        reused += answer.reuse.tokens
+        if how == "grow":
+            assert answer.reuse.outcome == "hit"
+    return reused
+
+
+@settings(
+    max_examples=50,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+)
+@given(edits=st.lists(st.sampled_from(EDITS), min_size=2, max_size=3), seed=st.integers(0, 10_000))
+@pytest.mark.timeout(600)
+async def test_random_histories(client: Client, edits: list[str], seed: int) -> None:
+    await check_history(client, edits, seed)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def unverified(pair: Pair, tmp_path: Path) -> AsyncIterator[Client]:
+    """A client of a router whose prefill engine trusts every record."""
+    prefill, decode = pair.commands
+    http, events, side_channel = free_ports(3)
+    mutant = replace(
+        prefill,
+        name="unverified",
+        url=f"http://127.0.0.1:{http}",
+        events=f"tcp://127.0.0.1:{events}",
+        env={
+            **prefill.env,
+            "PYTHONPATH": str(Path(__file__).parent),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
+            "CARRYBACK_KEY": KEY,
+        },
+        argv=[
+            word.replace("CarrybackConnector", "UnverifiedConnector")
+            .replace("carryback_vllm.connector", "unverified")
+            .replace(prefill.events, f"tcp://127.0.0.1:{events}")
+            for word in prefill.argv
+        ],
+    )
+    mutant.argv[mutant.argv.index("--port") + 1] = str(http)
+    async with Engines([mutant], log_dir=tmp_path) as engines:
+        await engines.wait_ready()
+        async with pair.router([mutant.engine(), decode.engine()]) as client:
+            yield client
+
+
+@pytest.mark.timeout(600)
+async def test_the_check_fails_without_verification(unverified: Client) -> None:
+    assert await check_history(unverified, ["grow", "grow"], seed=1) > 0
+    for how in ("change", "system", "stranger"):
+        wrong = 0
+        for seed in range(3):
+            try:
+                await check_history(unverified, [how], seed)
+            except AssertionError:
+                wrong += 1
+        assert wrong, f"wrong KV behind {how!r} went unnoticed"

@@ -1,0 +1,169 @@
+"""How long KV is held. What is pinned is read from the decode engine's own metric."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from typing import Any
+
+import aiohttp
+import carryback
+import pytest
+from carryback_server.records import EXPIRY_MARGIN_S
+from pair import NAME, Client, Pair, document, eventually
+
+
+def prompt(seed: int, sentences: int = 20) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": document(seed, sentences)}]
+
+
+async def held(pair: Pair, client: Client, conversation: str) -> None:
+    """A conversation of one turn whose KV the decode engine holds."""
+    await pair.assert_unpinned()
+    answer = await client.chat(prompt(1), conversation)
+    assert answer.status == 200
+    await eventually(lambda: is_held(client, conversation), 10, "nothing is held")
+    assert await pair.pinned("decode") > 0
+
+
+async def is_held(client: Client, conversation: str) -> bool:
+    async with client.session.get(f"{client.url}/v1/conversations/{conversation}") as response:
+        return response.status == 200 and (await response.json())["held"] is not None
+
+
+async def test_delete_releases(pair: Pair) -> None:
+    async with pair.router() as client:
+        conversation = uuid.uuid4().hex
+        await held(pair, client, conversation)
+        url = f"{client.url}/v1/conversations/{conversation}"
+        async with client.session.get(url) as response:
+            view = await response.json()
+        assert view["held"]["tokens"] % 32 == 0
+        assert view["held"]["blocks"] > 0
+        assert view["last_reuse"].startswith("miss; tokens=0; reason=new")
+        async with client.session.delete(url) as response:
+            assert response.status == 200
+            assert (await response.json())["deleted"] is True
+        await pair.assert_unpinned("decode")
+        async with client.session.get(url) as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["code"] == "conversation_not_found"
+        async with client.session.delete(url) as response:
+            assert response.status == 404
+
+
+async def test_end_of_a_conversation_releases(pair: Pair) -> None:
+    async with pair.router() as client:
+        await pair.assert_unpinned()
+        openai = carryback.AsyncOpenAI(base_url=f"{client.url}/v1", api_key="none")
+        with carryback.conversation() as conversation:
+            await openai.chat.completions.create(model=NAME, messages=prompt(2), max_tokens=8)
+            await eventually(lambda: is_held(client, conversation.id), 10, "nothing is held")
+            assert await pair.pinned("decode") > 0
+            await conversation.aend()
+        await pair.assert_unpinned("decode")
+
+
+async def test_a_last_request_is_not_held(pair: Pair) -> None:
+    async with pair.router() as client:
+        conversation = uuid.uuid4().hex
+        await held(pair, client, conversation)
+        answer = await client.chat(prompt(1), conversation, headers={"X-Conversation-End": "true"})
+        assert answer.reuse.outcome == "hit"
+        await pair.assert_unpinned("decode")
+        assert not await is_held(client, conversation)
+
+
+async def test_time_to_live(pair: Pair) -> None:
+    async with pair.router(hold_s=8) as client:
+        conversation = uuid.uuid4().hex
+        await held(pair, client, conversation)
+        await pair.assert_unpinned("decode", within_s=30)
+        assert not await is_held(client, conversation)
+        answer = await client.chat(prompt(1), conversation)
+        assert (answer.reuse.outcome, answer.reuse.reason) == ("miss", "expired")
+
+
+@pytest.mark.timeout(300)
+async def test_each_turn_is_held_anew(pair: Pair) -> None:
+    # A23: a lifetime that is set on the first turn only would have ended by the last one.
+    hold_s = 16
+    async with pair.router(hold_s=hold_s) as client:
+        conversation = uuid.uuid4().hex
+        messages = prompt(3)
+        answer = await client.chat(messages, conversation, tokens=8)
+        for turn in range(3):
+            await asyncio.sleep(0.6 * hold_s)
+            assert hold_s - 0.6 * hold_s > EXPIRY_MARGIN_S
+            messages = [*messages, {"role": "assistant", "content": answer.text}, *prompt(turn, 2)]
+            answer = await client.chat(messages, conversation, tokens=8)
+            assert answer.reuse.outcome == "hit", turn
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves(pair: Pair, stream: bool) -> None:
+    # A16
+    async with pair.router() as client:
+        await pair.assert_unpinned()
+        conversation = uuid.uuid4().hex
+        body = {
+            "model": NAME, "messages": prompt(4), "max_tokens": 2000, "min_tokens": 2000, "stream": stream,
+        }  # fmt: skip
+        headers = {"X-Conversation-ID": conversation}
+        for _ in range(5):
+            async with aiohttp.ClientSession() as session:
+                if stream:
+                    async with session.post(
+                        f"{client.url}/v1/chat/completions", json=body, headers=headers
+                    ) as response:
+                        for _ in range(5):
+                            assert await response.content.readline()
+                        assert await pair.metric("decode", "vllm:num_requests_running") == 1
+                        response.close()
+                else:
+                    call = asyncio.create_task(
+                        session.post(f"{client.url}/v1/chat/completions", json=body, headers=headers)
+                    )
+                    await eventually(lambda: is_running(pair), 30, "the request did not reach decode")
+                    call.cancel()
+        await eventually(lambda: is_idle(pair), 30, "decode still works for nobody")
+        await pair.assert_unpinned()
+        answer = await client.chat(prompt(4), conversation)
+        answer.assert_same(await client.chat(prompt(4), reuse=False))
+
+
+async def is_running(pair: Pair) -> bool:
+    return await pair.metric("decode", "vllm:num_requests_running") > 0
+
+
+async def is_idle(pair: Pair) -> bool:
+    return not await is_running(pair)
+
+
+async def test_no_conversation_is_not_held(pair: Pair) -> None:
+    async with pair.router() as client:
+        await pair.assert_unpinned()
+        body = {"model": NAME, "prompt": document(5, 20), "max_tokens": 4}
+        answer = await client.post("/v1/completions", body)
+        assert answer.reuse.reason == "no_conversation"
+        await pair.assert_unpinned(within_s=10)
+
+
+async def test_metrics_tell_what_is_held(pair: Pair) -> None:
+    async with pair.router() as client:
+        conversation = uuid.uuid4().hex
+        await held(pair, client, conversation)
+        async with client.session.get(f"{client.url}/metrics") as response:
+            text = await response.text()
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        assert float(values["carryback_held_records"]) == 1
+        assert float(values["carryback_held_tokens"]) > 0
+        assert float(values['carryback_reuse_total{outcome="miss",reason="new"}']) == 1
+        assert float(values['carryback_prompt_tokens_total{source="recomputed"}']) > 500
+        assert float(values['carryback_time_to_first_token_seconds_count{outcome="miss"}']) == 1
+        assert float(values['carryback_engine_up{engine="decode",role="decode"}']) == 1
+        async with client.session.get(f"{client.url}/v1/conversations") as response:
+            listing = json.loads(await response.read())
+        assert [each["id"] for each in listing["data"]] == [conversation]
+    await pair.assert_unpinned()  # a router that stops takes nothing with it
