@@ -24,6 +24,7 @@ from itertools import takewhile
 
 import carryback
 from openai_loop import QUESTIONS, TOOLS, Step, run_agent
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -43,6 +44,7 @@ class Row:
     Attributes:
         new: tokens of the prompt that are no common prefix with the step before, its answer included.
         reused, recomputed: prompt tokens read back and computed, with reuse.
+        reason: the server's word for it.
         ttft_s, ttft_off_s: with and without reuse, in seconds.
         identical: both had the same prompt and generated the same tokens.
     """
@@ -52,6 +54,7 @@ class Row:
     new: int
     reused: int
     recomputed: int
+    reason: str
     ttft_s: float
     ttft_off_s: float
     identical: bool
@@ -159,7 +162,8 @@ def compare(on: carryback.OpenAI, off: carryback.OpenAI, model: str) -> Iterator
             return
         row, before = compared(steps[0], steps[1], before)
         console.print(
-            f"  {row.name}: first token after {row.ttft_s:.1f} s with, {row.ttft_off_s:.1f} s without"
+            f"  {row.name}: {row.reused} of {row.prompt} tokens reused ({row.reason}), "
+            f"first token after {row.ttft_s:.1f} s with, {row.ttft_off_s:.1f} s without"
         )
         yield row
         count += 1
@@ -177,11 +181,12 @@ def compared(on: Step, off: Step, before: Sequence[int]) -> tuple[Row, list[int]
         raise SystemExit("the server does not say what it reused, or reused although it was told not to")
     call = on.message.get("tool_calls")
     row = Row(
-        name=f"turn {on.turn}, step {on.number} ({call[0]['function']['name'] if call else 'answer'})",
+        name=f"{on.turn}.{on.number} {call[0]['function']['name'] if call else 'answer'}",
         prompt=len(prompt),
         new=len(prompt) - common,
         reused=on.reuse.tokens,
         recomputed=on.reuse.recomputed,
+        reason=on.reuse.reason,
         ttft_s=on.ttft_s,
         ttft_off_s=off.ttft_s,
         identical=(prompt, generated) == (prompt_off, generated_off),
@@ -213,24 +218,23 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
 
 
 def print_table(rows: Sequence[Row], console: Console = console) -> None:
-    table = Table(
-        title="Tokens of each step's prompt, and its time to first token (TTFT)", title_justify="left"
-    )
-    table.add_column("step")
+    title = "Each model call (turn.step): tokens of its prompt, and seconds to its first token (TTFT)"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    table.add_column("step", no_wrap=True)
     for column in (
         "prompt",
         "new",
         "reused",
         "recomputed",
-        "TTFT with",
-        "TTFT without",
+        "TTFT\nwith",
+        "TTFT\nwithout",
         "ratio",
-        "same tokens",
+        "same\ntokens",
     ):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         counts = (row.prompt, row.new, row.reused, row.recomputed)
-        times = (f"{row.ttft_s:.2f} s", f"{row.ttft_off_s:.2f} s", f"{row.ratio:.1f}")
+        times = (f"{row.ttft_s:.2f}", f"{row.ttft_off_s:.2f}", f"{row.ratio:.1f}")
         table.add_row(row.name, *map(str, counts), *times, "yes" if row.identical else "NO")
     console.print(table)
 

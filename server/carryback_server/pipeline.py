@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -50,6 +51,7 @@ class Flight:
     conversation: Conversation
     engine: Engine
     held: bool = False
+    has_landed: bool = False
 
 
 @dataclass
@@ -307,7 +309,6 @@ class Pipeline:
             data = body.for_decode({**params, "carryback_key": key, "hold_s": hold_s})
             if conversation is not None and hold_s > 0:
                 self._flights[key] = Flight(conversation, engine)
-            has_ended = False
             try:
                 with engine.busy(body.size):
                     answer = await self._begin(engine, request.path, data, key)
@@ -321,9 +322,9 @@ class Pipeline:
                                 time.monotonic() - started
                             )
                             self._metrics.observe_reuse(prefilled.reuse)
-                        response = await relay(request, _settled(answer), headers)
+                        on_end = partial(self._land, key, True)
+                        response = await relay(request, _settled(answer), headers, on_end)
                     finally:
-                        has_ended = answer.has_ended
                         answer.close()
                 return response
             except EngineDown as error:
@@ -335,7 +336,7 @@ class Pipeline:
                     raise ApiError(502, str(error), code="engine_failed") from error
                 params, holder = {}, None
             finally:
-                self._land(key, has_ended)
+                self._land(key, False)
 
     async def _begin(self, engine: Engine, path: str, data: bytes, key: str) -> Answer:
         timeout_s = self._config.first_byte_timeout_s
@@ -346,10 +347,11 @@ class Pipeline:
     # -- hold
 
     def _land(self, key: str, has_ended: bool) -> None:
-        """A decode is over. If it ended well, its event has come or comes in a moment."""
+        """A decode is over; called again, does nothing. If it ended well, its event has come or comes in a moment."""
         flight = self._flights.get(key)
-        if flight is None:
+        if flight is None or flight.has_landed:
             return
+        flight.has_landed = True
         if flight.held:
             del self._flights[key]
             return

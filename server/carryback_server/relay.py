@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,7 +23,6 @@ class Answer:
 
     Attributes:
         first: the first bytes; all of them, if it is not a stream of events.
-        has_ended: it has come to its regular end, whether or not the client got it.
     """
 
     status: int
@@ -31,7 +30,6 @@ class Answer:
     first: bytes
     rest: AsyncIterator[bytes] | None
     upstream: aiohttp.ClientResponse
-    has_ended: bool = False
 
     @property
     def is_stream(self) -> bool:
@@ -80,29 +78,34 @@ async def begin(engine: Engine, upstream: aiohttp.ClientResponse, timeout_s: flo
     return Answer(upstream.status, content_type, first, chunks, upstream)
 
 
-async def relay(request: web.Request, answer: Answer, headers: dict[str, str]) -> web.StreamResponse:
+async def relay(
+    request: web.Request, answer: Answer, headers: dict[str, str], on_end: Callable[[], None]
+) -> web.StreamResponse:
     """Send an answer on to the client.
 
     Args:
         headers: of ours, to send with it.
+        on_end: called once the answer has come to its regular end, whether or not the client gets it.
     """
     headers = {**headers, "Content-Type": answer.content_type}
     if answer.rest is None:
-        answer.has_ended = answer.status < 400
+        if answer.status < 400:
+            on_end()
         return web.Response(status=answer.status, body=answer.first, headers=headers)
     headers["Cache-Control"] = "no-cache"
     headers["X-Accel-Buffering"] = "no"
     response = web.StreamResponse(status=answer.status, headers=headers)
     await response.prepare(request)
-    # The end is noted before it is sent: the official client hangs up as soon as it has seen it.
-    tail = answer.first[-64:]
-    answer.has_ended = _DONE in tail
-    await response.write(answer.first)
+    tail = b""
+    chunk = answer.first
     try:
-        async for chunk in answer.rest:
-            tail = (tail + chunk)[-64:]
-            answer.has_ended = _DONE in tail
+        while chunk:
+            # Before it is sent: the official client hangs up as soon as it has seen the end, and may
+            # send its next request at once.
+            if _DONE in (tail := (tail + chunk)[-64:]):
+                on_end()
             await response.write(chunk)
+            chunk = await anext(answer.rest, b"")
     except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, aiohttp.SocketTimeoutError) as error:
         late = isinstance(error, aiohttp.SocketTimeoutError)
         message = "sent nothing for too long (idle_timeout_s)" if late else "broke off"
