@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 import uvloop
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from carryback_server import launch, model
@@ -368,8 +367,7 @@ def _is_installed(distribution: str) -> bool:
 
 
 def _set_up_logging() -> None:
-    handler = RichHandler(console=err, show_path=False, rich_tracebacks=True)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
 
 
 @contextmanager

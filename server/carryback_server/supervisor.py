@@ -40,7 +40,9 @@ _STAGES = (
     ("Started server process", "almost ready"),
 )
 
-# What in a log's last lines names the likely cause, and what to do. First match wins.
+_KILLED = "killed by hand, or by the kernel for lack of memory (see dmesg)"
+
+# What in a log's errors and last lines names the likely cause, and what to do. First match wins.
 _CAUSES = (
     (r"CARRYBACK_KEY", "no key: set CARRYBACK_KEY to one secret for all engines, or pass --insecure-dev"),
     (
@@ -75,7 +77,8 @@ _CAUSES = (
         "the model was not found: check --model, the network, and access to the model (hf auth login)",
     ),
     (r"(?i)unrecognized arguments|invalid choice|api_server.py: error", "vLLM does not know one of the engine arguments"),
-    (r"(?i)nixl.*(backend|plugin)|UCX\s+ERROR", "NIXL could not set up its transport: check kv_backend"),
+    (r"(?i)nixl_err_\w+|nixlbackenderror|UCX\s+ERROR", "NIXL could not set up its transport: check kv_backend"),
+    (r"EngineDeadError", f"its engine process ended: {_KILLED}, or by an error further up in the log"),
 )  # fmt: skip
 
 
@@ -255,9 +258,10 @@ class Engines:
         if engine.process is None:
             return
         group = engine.process.pid
-        # The main process alone is asked: it knows the order in which to stop its workers.
+        # The main process alone is asked: it knows the order in which to stop its workers. While it
+        # starts it waits for them, so they are asked as well.
         with suppress(ProcessLookupError):
-            engine.process.terminate()
+            (os.kill if engine.ready.is_set() else os.killpg)(group, signal.SIGTERM)
         hurry = asyncio.create_task(self._hurry.wait())
         ended = asyncio.create_task(engine.process.wait())
         await asyncio.wait([ended, hurry], timeout=self._stop_grace_s, return_when=asyncio.FIRST_COMPLETED)
@@ -268,6 +272,7 @@ class Engines:
             await asyncio.sleep(0.01)
         self._tell_guard(f"-{group}")
         engine.process = None
+        engine.ready.clear()
 
     def _tell_guard(self, line: str) -> None:
         if self._guard is not None and self._guard.stdin is not None:
@@ -318,12 +323,13 @@ class _Engine:
     def report(self, trouble: str) -> str:
         """What happened, the likely cause and the last lines of the log."""
         text = self.tail()
-        cause = next((cause for mark, cause in _CAUSES if re.search(mark, text)), "")
-        if not cause and "SIGKILL" in trouble:
-            cause = "killed by hand, or by the kernel for lack of memory (see dmesg)"
         # vLLM's root cause is far above its last lines, which say only that there was one.
-        errors = dict.fromkeys(match[1] for match in _ERROR.finditer(text))
+        errors = list(dict.fromkeys(match[1] for match in _ERROR.finditer(text)))
         lines = text.rstrip().splitlines()[-_TAIL_LINES:]
+        said = "\n".join([*errors, *lines])
+        cause = next((cause for mark, cause in _CAUSES if re.search(mark, said)), "")
+        if not cause and "SIGKILL" in trouble:
+            cause = _KILLED
         return "\n".join(
             [
                 f"{self.name} {trouble}",

@@ -98,11 +98,11 @@ async def test_early_death_names_the_cause_and_stops_the_other(tmp_path: Path) -
         (
             "ValueError: To serve at least one request with the model's max seq len (8192), (0.35 GiB KV cache is "
             "needed, which is larger than the available KV cache memory (0.03 GiB).",
-            "KV cache is too small",
+            "the KV cache is too small",
         ),
         (
             "api_server.py: error: unrecognized arguments: --no-such-flag",
-            "does not know one of the engine arguments",
+            "vLLM does not know one of the engine arguments",
         ),
         (
             "OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in "
@@ -118,23 +118,23 @@ async def test_early_death_names_the_cause_and_stops_the_other(tmp_path: Path) -
         ("RuntimeError: NIXL is not available", "NIXL is not installed"),
         (
             "RuntimeError: carryback works with vLLM 0.32 or 0.33, and this is vLLM 0.9.",
-            "version is not supported",
+            "this vLLM version is not supported",
         ),
         ("RuntimeError: carryback: CARRYBACK_KEY is not set.", "no key"),
     ],
 )
 async def test_likely_causes(tmp_path: Path, said: str, cause: str) -> None:
-    # The root cause, and after it what says only that there was one.
-    noise = "\n".join(["  File ..."] * 30 + ["RuntimeError: Engine core initialization failed."])
-    engines = Engines([command("prefill", "fail", f"{said}\n{noise}")], log_dir=tmp_path)
+    # An exception comes first, and after it much that says only that there was one.
+    lines = ["  File ..."] * 30
+    lines = [said, *lines, "Engine core initialization failed."] if "Error: " in said else [*lines, said]
+    engines = Engines([command("prefill", "fail", "\n".join(lines))], log_dir=tmp_path)
     await engines.start()
     with pytest.raises(EngineFailed) as failed:
         await engines.wait_ready()
-    lines = str(failed.value).splitlines()
-    assert cause in next(line for line in lines if line.startswith("Likely cause: "))
-    if "Error: " in said:
-        assert said in str(failed.value)
-    assert "Engine core initialization failed" in lines[-1]
+    message = str(failed.value)
+    assert f"Likely cause: {cause}" in message
+    assert said in message
+    assert message.endswith(lines[-1])
 
 
 def _text(path: Path) -> str:
