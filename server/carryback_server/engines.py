@@ -55,7 +55,7 @@ class Engine:
         self.run = ""
         self.models: list[str] = []
         self.load = 0
-        self.last_event = 0.0
+        self.last_event = time.monotonic()
         self._session = session
         self._metrics = metrics
         self._is_up = False

@@ -107,6 +107,11 @@ class Pipeline:
 
     async def stop(self) -> None:
         """Let go of all that is held for conversations that cannot come back, then disconnect."""
+        late = [asyncio.ensure_future(each.late.wait()) for each in self.records if each.late is not None]
+        if late:
+            _, missing = await asyncio.wait(late, timeout=self._config.held_event_wait_s)
+            for task in missing:
+                task.cancel()
         held: dict[Engine, list[str]] = {}
         for conversation in list(self.records):
             if (record := self.records.delete(conversation.id)) is not None:
@@ -459,11 +464,10 @@ def _excerpt(answer: Answer) -> str:
 
 def _settled(answer: Answer) -> Answer:
     """A stream that failed before its first token, as the plain error that it is."""
-    if not (answer.is_stream and answer.has_failed):
+    if answer.error is None:
         return answer
-    event = answer.first.split(b"\n", 1)[0].removeprefix(b"data:").strip()
     status = 500
     with suppress(msgspec.DecodeError, KeyError, TypeError):
-        code = msgspec.json.decode(event)["error"]["code"]
+        code = msgspec.json.decode(answer.error)["error"]["code"]
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
-    return Answer(status, "application/json", event, None, answer.upstream)
+    return Answer(status, "application/json", answer.error, None, answer.upstream)

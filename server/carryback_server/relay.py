@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from carryback_server.engines import Engine, EngineDown
 from carryback_server.errors import ApiError
 
 _DONE = b"data: [DONE]"
-_ERROR_STARTS = (b'data: {"error"', b'data:{"error"')
+_ERROR = re.compile(rb'^data: ?(\{"error":.*)$', re.MULTILINE)
 
 
 @dataclass
@@ -22,7 +23,8 @@ class Answer:
     """A decode engine's answer, begun: its status and its first bytes are there.
 
     Attributes:
-        first: the first bytes; all of them, if it is not a stream of events.
+        first: the first bytes, with the first token in them; all, if it is not a stream of events.
+        rest: what follows, of a stream of events.
     """
 
     status: int
@@ -32,14 +34,15 @@ class Answer:
     upstream: aiohttp.ClientResponse
 
     @property
-    def is_stream(self) -> bool:
-        """It is a stream of server-sent events."""
-        return self.rest is not None
+    def error(self) -> bytes | None:
+        """The error object, JSON, of a stream that failed before it had a token."""
+        found = _ERROR.search(self.first) if self.rest is not None else None
+        return found and found[1]
 
     @property
     def has_failed(self) -> bool:
         """The engine failed, before it generated anything, whatever the status says."""
-        return self.status >= 500 or (self.is_stream and self.first.startswith(_ERROR_STARTS))
+        return self.status >= 500 or self.error is not None
 
     def close(self) -> None:
         """Break off; the engine aborts the request."""
@@ -64,6 +67,9 @@ async def begin(engine: Engine, upstream: aiohttp.ClientResponse, timeout_s: flo
                 return Answer(upstream.status, content_type, await upstream.read(), None, upstream)
             chunks = upstream.content.iter_any()
             first = await anext(chunks, b"")
+            # vLLM says the role even if there will be no token.
+            if first.count(b"\ndata:") == 0 and b'"delta":{"role":"assistant","content":""' in first:
+                first += await anext(chunks, b"")
     except TimeoutError as error:
         upstream.close()
         raise EngineDown(engine, f"no first byte within {timeout_s:g} s", is_timeout=True) from error

@@ -42,7 +42,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
         yield Pair(engines, commands, session)
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(loop_scope="session")
 async def client(pair: Pair) -> AsyncIterator[Client]:
     """A client of a router with default settings."""
     async with pair.router() as client:

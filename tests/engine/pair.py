@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ class Answer:
     first: dict[str, float]
     "The first token's most likely candidates and their log-probabilities."
     reuse: wire.Reuse | None
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     body: Any
     raw: bytes
 
@@ -73,7 +73,7 @@ class Client:
         reuse = response.headers.get(wire.CARRYBACK_REUSE)
         answer = Answer(
             response.status, "", [], {}, wire.Reuse.parse(reuse) if reuse else None,
-            dict(response.headers), None, raw,
+            response.headers, None, raw,
         )  # fmt: skip
         chunks = [json.loads(raw)] if response.content_type == "application/json" else list(_events(raw))
         answer.body = chunks[0] if len(chunks) == 1 else chunks

@@ -281,7 +281,7 @@ async def test_a11_spellings_of_the_limit(
 ) -> None:
     before = await pair.metric("prefill", "vllm:generation_tokens_total")
     # Without a limit the answer fills the context, so the prompt leaves little of it.
-    body = {"model": NAME, "messages": prompt(15, 80), "ignore_eos": True, "temperature": 0, **limits}
+    body = {"model": NAME, "messages": prompt(15, 105), "ignore_eos": True, "temperature": 0, **limits}
     answer = await client.post("/v1/chat/completions", body)
     assert answer.status == 200, answer.raw
     usage = answer.body["usage"]
@@ -332,10 +332,10 @@ async def test_a1_decode_refuses_what_prefill_took(pair: Pair) -> None:
     async with pair.router() as client:
         await pair.assert_unpinned()
         for _ in range(5):
-            # With one token the prompt fits, with 500 it does not.
-            answer = await client.chat(prompt(19, 85), tokens=500)
+            # The prefill hop drops `min_tokens`; with it, the prompt leaves too little room.
+            answer = await client.chat(prompt(19, 105), tokens=500)
             assert answer.status == 400
-            assert "4096" in answer.body["error"]["message"]
+            assert "min_tokens" in answer.body["error"]["message"]
         await pair.assert_unpinned()
         assert (await client.chat(prompt(19))).status == 200
 

@@ -72,7 +72,7 @@ async def check_history(client: Client, edits: list[str], seed: int) -> int:
     max_examples=50,
     deadline=None,
     phases=[Phase.generate],
-    suppress_health_check=[HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     derandomize=True,
 )
 @given(edits=st.lists(st.sampled_from(EDITS), min_size=2, max_size=3), seed=st.integers(0, 10_000))

@@ -47,9 +47,7 @@ def raw(openai: carryback.OpenAI, messages: list[Any]) -> str:
 
 def helper(openai: carryback.OpenAI, messages: list[Any]) -> str:
     with openai.chat.completions.stream(messages=messages, **ARGS) as stream:
-        for _ in stream:
-            pass
-        return stream.get_final_completion().choices[0].message.content or ""
+        return "".join(event.delta for event in stream if event.type == "content.delta")
 
 
 @pytest.mark.parametrize("use", [plain, streamed, raw, helper])
