@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -31,11 +32,19 @@ HELLO_LOST_S = 5.0
 
 
 class EngineDown(Exception):
-    """An engine could not be reached, broke off, or took longer than it may."""
+    """An engine could not be reached, failed, broke off, or took longer than it may.
 
-    def __init__(self, engine: Engine, message: str, *, is_timeout: bool = False) -> None:
+    Attributes:
+        is_timeout: it took longer than it may.
+        is_over: the engine does nothing for the request, for certain: it never got it, or has ended it.
+    """
+
+    def __init__(
+        self, engine: Engine, message: str, *, is_timeout: bool = False, is_over: bool = False
+    ) -> None:
         super().__init__(f"{engine.role} engine {engine.name}: {message}")
         self.is_timeout = is_timeout
+        self.is_over = is_over
 
 
 class Engine:
@@ -44,6 +53,7 @@ class Engine:
     Attributes:
         run: the engine's id for its connector, new with every start; empty until it said one.
         is_up: it answered the last probe, and no request failed to connect since.
+        is_gone: nothing listens at its address: its process has ended.
         load: bytes of request bodies at the engine now, the measure of how busy it is.
     """
 
@@ -58,6 +68,7 @@ class Engine:
         self.last_event = time.monotonic()
         self._session = session
         self._metrics = metrics
+        self.is_gone = False
         self._is_up = False
         self._failed_probes = 0
         metrics.engine_up.labels(self.role, self.name).set(0)
@@ -102,8 +113,8 @@ class Engine:
                     headers={"Content-Type": "application/json", "X-Request-Id": request_id},
                 )
         except aiohttp.ClientConnectorError as error:
-            self.mark_down()
-            raise EngineDown(self, "cannot connect") from error
+            self.mark_down(error)
+            raise EngineDown(self, "cannot connect", is_over=True) from error
         except TimeoutError as error:
             raise EngineDown(self, f"no answer within {timeout_s:g} s", is_timeout=True) from error
         except (aiohttp.ClientError, OSError) as error:
@@ -163,25 +174,27 @@ class Engine:
                 async with self._session.get(f"{self.url}/v1/models", timeout=timeout) as response:
                     listing = await response.json()
                 self.models = [model["id"] for model in listing["data"]]
-        except aiohttp.ClientConnectorError:
-            self.mark_down()
-            return True
+        except aiohttp.ClientConnectorError as error:
+            self.mark_down(error)
+            return self.is_gone
         except (aiohttp.ClientError, OSError, KeyError, TypeError, ValueError) as error:
             self._failed_probes += 1
             if self._failed_probes >= PROBES_FAILED:
-                self.mark_down(f"{type(error).__name__} {error}")
+                self.mark_down(error)
             return False
         self._failed_probes = 0
+        self.is_gone = False
         if not self._is_up:
             logger.info("%s engine %s is up", self.role, self.name)
             self._is_up = True
             self._metrics.engine_up.labels(self.role, self.name).set(1)
         return False
 
-    def mark_down(self, why: str = "nothing listens there") -> None:
+    def mark_down(self, why: Exception) -> None:
         """Place nothing here until a probe succeeds."""
+        self.is_gone = isinstance(why, aiohttp.ClientConnectorError) and why.errno == errno.ECONNREFUSED
         if self._is_up:
-            logger.warning("%s engine %s is down: %s", self.role, self.name, why)
+            logger.warning("%s engine %s is down: %s %s", self.role, self.name, type(why).__name__, why)
             self._is_up = False
             self._metrics.engine_up.labels(self.role, self.name).set(0)
 

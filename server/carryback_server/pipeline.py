@@ -40,6 +40,8 @@ ENDPOINTS = {
 MAX_REQUEST_ID = 256
 # An event that has not come this long after its answer's end will not come.
 EVENT_LOST_S = 60.0
+# How many probes a prefill engine gets to show that it has ended, after it broke off.
+PROBES_AFTER_FAILURE = 5
 # A prefill engine that answers so has not told the decode engine to let go.
 _NOT_TAKEN = ("unverified", "no_plugin", "load_failed")
 
@@ -61,13 +63,13 @@ class Prefilled:
     Attributes:
         params: `kv_transfer_params` for the decode hop; empty if it has to compute the prompt itself.
         engine: the prefill engine, which holds the prompt's KV until it is read.
-        is_read: a decode engine has read it.
+        is_over: no decode engine will read it, for certain, so it can be released.
     """
 
     reuse: Reuse
     params: dict[str, Any] = field(default_factory=dict)
     engine: Engine | None = None
-    is_read: bool = False
+    is_over: bool = True
 
 
 class Refused(Exception):
@@ -197,7 +199,7 @@ class Pipeline:
         except ApiError as error:
             return error.response(headers)
         finally:
-            if prefilled is not None and prefilled.engine is not None and not prefilled.is_read:
+            if prefilled is not None and prefilled.engine is not None and prefilled.is_over:
                 self._release(prefilled.engine, prefilled.params.get("remote_request_id"))
 
     # -- recall
@@ -243,19 +245,27 @@ class Pipeline:
             # A record is offered once: after a failure nobody knows whether it was read.
             offered, record = record, None
             data = body.for_prefill(ENDPOINTS[path], params)
-            prefilled = None
+            is_over = False
             try:
                 answer = await self._ask(engine, path, data, key, body.size)
                 prefilled = _prefilled(answer, engine, offered is not None, why_none)
+                is_over = prefilled.reuse.reason in _NOT_TAKEN
+                if not is_over:
+                    offered = None  # the prefill engine has told the decode engine to let go
                 return prefilled
+            except Refused:
+                is_over = True
+                raise
             except EngineDown as error:
                 logger.warning("prefill: %s", error)
                 self._metrics.retries.labels("prefill", "timeout" if error.is_timeout else "down").inc()
                 why_none = "prefill_failed"
+                is_over = error.is_over
             finally:
-                # The prefill engine tells the decode engine to let go, if it takes a record at all.
-                if offered and (prefilled is None or prefilled.reuse.reason in _NOT_TAKEN):
+                if offered is not None and is_over:
                     self._release(offered.engine, offered.held.request)
+                elif offered is not None:
+                    self._spawn(self._release_after(engine, offered))
         # Without any prefill engine, a decode engine does the whole request.
         if record is not None:
             self._release(record.engine, record.held.request)
@@ -281,7 +291,8 @@ class Pipeline:
         if 400 <= response.status < 500:
             raise Refused(response.status, response.headers.get("Content-Type", "application/json"), content)
         if response.status != 200:
-            raise EngineDown(engine, f"status {response.status}: {content[:500].decode(errors='replace')}")
+            message = f"status {response.status}: {content[:500].decode(errors='replace')}"
+            raise EngineDown(engine, message, is_over=True)
         try:
             answer = msgspec.json.decode(content, type=dict[str, Any])
         except msgspec.DecodeError as error:
@@ -312,6 +323,8 @@ class Pipeline:
             tried.append(engine)
             key = self._key()
             data = body.for_decode({**params, "carryback_key": key, "hold_s": hold_s})
+            if params:
+                prefilled.is_over = False
             if conversation is not None and hold_s > 0:
                 self._flights[key] = Flight(conversation, engine)
             try:
@@ -320,9 +333,11 @@ class Pipeline:
                     try:
                         # Nothing has been sent: once more, and without the transfer, which may be at fault.
                         if answer.has_failed and len(tried) == 1:
-                            raise EngineDown(engine, f"failed before the first byte: {_excerpt(answer)}")
-                        if answer.status == 200 and not answer.has_failed:
-                            prefilled.is_read = bool(params)
+                            message = f"failed before the first byte: {_excerpt(answer)}"
+                            raise EngineDown(engine, message, is_over=True)
+                        if answer.status >= 400:
+                            prefilled.is_over = True
+                        elif not answer.has_failed:
                             self._metrics.ttft.labels(prefilled.reuse.outcome).observe(
                                 time.monotonic() - started
                             )
@@ -339,6 +354,8 @@ class Pipeline:
                     raise ApiError(504, str(error), code="engine_timeout") from error
                 if len(tried) > 1:
                     raise ApiError(502, str(error), code="engine_failed") from error
+                if params:
+                    prefilled.is_over = error.is_over
                 params, holder = {}, None
             finally:
                 self._land(key, False)
@@ -384,6 +401,18 @@ class Pipeline:
         """Make an engine let go, in the background; it may have done so already."""
         if engine.is_up and isinstance(request_id, str):
             self._spawn(engine.release([request_id]))
+
+    async def _release_after(self, prefill: Engine, record: Record) -> None:
+        """Release a record that a prefill engine was given and has not answered for.
+
+        KV must not be let go of under a reader. As long as the prefill engine lives, it tells the decode
+        engine itself that it has read, or will not. Once its process has ended, nobody reads.
+        """
+        for _ in range(PROBES_AFTER_FAILURE):
+            await asyncio.sleep(self._config.probe_interval_s)
+            if prefill.is_gone:
+                self._release(record.engine, record.held.request)
+                return
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(coroutine)

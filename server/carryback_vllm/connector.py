@@ -258,6 +258,16 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
     def request_finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         match = self._matches.pop(request.request_id, None)
         params = request.kv_transfer_params
+        if (
+            params is not None
+            and params.get("do_remote_decode")
+            and params.get("remote_block_ids")
+            and not params.get("_remote_blocks_processed")
+        ):
+            # Aborted before it was scheduled. Tell the decode engine that nothing will be read, by an
+            # empty read, as stock code does in the other direction.
+            self._reqs_need_recv[request.request_id] = (request, [], (), False)
+            params["_remote_blocks_processed"] = True
         hold, record = super().request_finished(request, block_ids)
         if params is None or record is None:
             return hold, record

@@ -133,6 +133,26 @@ async def test_a_client_that_leaves(pair: Pair, stream: bool) -> None:
         answer.assert_same(await client.chat(prompt(4), reuse=False))
 
 
+async def test_a_client_that_leaves_during_prefill(pair: Pair) -> None:
+    """What was held for the turn that nobody waits for any more is let go of, read or not."""
+    async with pair.router() as client:
+        for seconds in (0.0, 0.05, 0.2, 0.5):
+            conversation = uuid.uuid4().hex
+            await held(pair, client, conversation)
+            busy = [
+                asyncio.create_task(client.chat(prompt(seed, 90), reuse=False, tokens=1)) for seed in range(4)
+            ]
+            call = asyncio.create_task(client.chat(prompt(1), conversation))
+            await asyncio.sleep(seconds)
+            call.cancel()
+            await asyncio.gather(*busy)
+            await asyncio.wait([call])
+            if not call.cancelled():
+                async with client.session.delete(f"{client.url}/v1/conversations/{conversation}"):
+                    pass
+            await pair.assert_unpinned()
+
+
 async def is_running(pair: Pair) -> bool:
     return await pair.metric("decode", "vllm:num_requests_running") > 0
 
