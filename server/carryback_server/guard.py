@@ -14,31 +14,45 @@ import sys
 import time
 from contextlib import suppress
 
+TRACKERS_S = 5.0
+"How long resource trackers have to end by themselves."
 
-def alive(group: int) -> bool:
-    """Whether a process of the group still runs; one that ended and was not reaped does not count."""
+
+def alive(group: int) -> list[int]:
+    """Processes of a group that still run; those that ended and were not reaped do not count."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
-        return False
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat") as file:
-                # proc(5): pid (comm) state ppid pgrp ...; comm may hold spaces and parentheses
-                state, _, pgrp = file.read().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue  # ended meanwhile
-        if int(pgrp) == group and state not in "ZX":
-            return True
-    return False
+        return []
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        # proc(5): pid (comm) state ppid pgrp ...; comm may hold spaces and parentheses
+        fields = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()
+        if fields and int(fields[2]) == group and fields[0] not in b"ZX":
+            found.append(int(name))
+    return found
 
 
-def kill(group: int) -> None:
-    """Kill all processes of a group, if there are any."""
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+def kill(group: int, *, trackers: bool) -> None:
+    """Kill the processes of a group.
+
+    Args:
+        group: the process group.
+        trackers: kill Python's resource trackers too. Left alone, each ends once those that it tracks
+            have ended, and removes their shared memory, which otherwise stays until the machine restarts.
+    """
+    for pid in alive(group):
+        if trackers or b"resource_tracker" not in _read(f"/proc/{pid}/cmdline"):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""  # the process ended meanwhile
 
 
 def main() -> None:
@@ -53,8 +67,11 @@ def main() -> None:
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and any(map(alive, groups)):
         time.sleep(0.1)
-    for group in groups:
-        kill(group)
+    deadline = time.monotonic() + TRACKERS_S
+    while any(map(alive, groups)):
+        for group in groups:
+            kill(group, trackers=time.monotonic() > deadline)
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":

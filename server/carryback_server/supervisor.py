@@ -258,18 +258,22 @@ class Engines:
         if engine.process is None:
             return
         group = engine.process.pid
-        # The main process alone is asked: it knows the order in which to stop its workers. While it
-        # starts it waits for them, so they are asked as well.
-        with suppress(ProcessLookupError):
-            (os.kill if engine.ready.is_set() else os.killpg)(group, signal.SIGTERM)
-        hurry = asyncio.create_task(self._hurry.wait())
         ended = asyncio.create_task(engine.process.wait())
-        await asyncio.wait([ended, hurry], timeout=self._stop_grace_s, return_when=asyncio.FIRST_COMPLETED)
-        hurry.cancel()
-        guard.kill(group)
+        if engine.ready.is_set():
+            # The main process alone is asked: it knows the order in which to stop its workers. One that
+            # still starts has nothing to finish, and would go on with it.
+            with suppress(ProcessLookupError):
+                engine.process.terminate()
+            hurry = asyncio.create_task(self._hurry.wait())
+            await asyncio.wait(
+                [ended, hurry], timeout=self._stop_grace_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            hurry.cancel()
+        deadline = time.monotonic() + guard.TRACKERS_S
+        while guard.alive(group):
+            guard.kill(group, trackers=time.monotonic() > deadline)
+            await asyncio.sleep(0.02)
         await ended
-        while guard.alive(group):  # noqa: ASYNC110  (a process group has no event to wait for)
-            await asyncio.sleep(0.01)
         self._tell_guard(f"-{group}")
         engine.process = None
         engine.ready.clear()
