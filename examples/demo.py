@@ -218,8 +218,8 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
 
 
 def print_table(rows: Sequence[Row], console: Console = console) -> None:
-    title = "Each model call (turn.step): tokens of its prompt, and seconds to its first token (TTFT)"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    title = "Model calls (turn.step): tokens of the prompt, seconds to the first token"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0)
     table.add_column("step", no_wrap=True)
     for column in (
         "prompt",
@@ -236,7 +236,7 @@ def print_table(rows: Sequence[Row], console: Console = console) -> None:
         counts = (row.prompt, row.new, row.reused, row.recomputed)
         times = (f"{row.ttft_s:.2f}", f"{row.ttft_off_s:.2f}", f"{row.ratio:.1f}")
         table.add_row(row.name, *map(str, counts), *times, "yes" if row.identical else "NO")
-    console.print(table)
+    console.print(table, soft_wrap=False)
 
 
 if __name__ == "__main__":
