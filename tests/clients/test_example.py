@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -158,3 +159,17 @@ def test_demo_counts_by_tokens() -> None:
     same, differs = (line.split() for line in out.getvalue().splitlines() if "answer" in line)
     assert same[2:] == ["74", "8", "64", "10", "0.50", "2.00", "4.0", "yes"]
     assert differs[-1] == "NO"
+
+
+def test_demo_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import os, time; print(f'ready at {os.getpid()}', flush=True); time.sleep(60)"
+    monkeypatch.setattr(demo, "SERVE", (sys.executable, "-c", script))
+    with pytest.raises(KeyboardInterrupt), demo.serving() as pid:
+        os.kill(int(pid), 0)
+        raise KeyboardInterrupt
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+    monkeypatch.setattr(demo, "SERVE", (sys.executable, "-c", "raise SystemExit(3)"))
+    with pytest.raises(SystemExit, match="exit status 3"), demo.serving():
+        pass
