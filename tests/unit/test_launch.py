@@ -15,6 +15,7 @@ from carryback_server.launch import (
     Ports,
     Role,
     engine_commands,
+    free_ports,
     has_flag,
     is_free,
     reserved_ports,
@@ -163,17 +164,18 @@ def test_has_flag() -> None:
 
 
 def test_ports_never_collide() -> None:
-    config = load(ServeConfig, port=8101, prefill_port=8102)
+    (given,) = free_ports(1)
+    config = load(ServeConfig, port=8101, prefill_port=given)
     with reserved_ports(config) as ours, reserved_ports(load(ServeConfig)) as theirs:
+        assert ours["prefill"].http == given
         used = [
-            port
+            [port for each in pair.values() for port in (each.http, each.events, each.side_channel)]
             for pair in (ours, theirs)
-            for each in pair.values()
-            for port in (each.http, each.events, each.side_channel)
         ]
-        assert ours["prefill"].http == 8102
-        assert len(set(used)) == len(used)
-        assert 8101 not in [port for each in ours.values() for port in (each.http, each.events)]
+        assert len({*used[0], *used[1]}) == 12
+        assert 8101 not in used[0]
+        with pytest.raises(ConfigError, match=f"port {given} is in use"), reserved_ports(config):
+            pass
 
 
 def test_ports_in_use_are_passed_over() -> None:
