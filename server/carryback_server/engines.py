@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -65,7 +66,7 @@ class Engine:
         self.run = ""
         self.models: list[str] = []
         self.load = 0
-        self.last_event = time.monotonic()
+        self.last_event = -math.inf
         self._session = session
         self._metrics = metrics
         self.is_gone = False
@@ -79,7 +80,7 @@ class Engine:
 
     @property
     def is_heard(self) -> bool:
-        """Its events arrive."""
+        """Its events arrive. What it holds is of no use otherwise, so it is not asked to hold anything."""
         return time.monotonic() - self.last_event < HELLO_LOST_S
 
     @contextmanager
@@ -230,7 +231,7 @@ class Pool:
         return [engine for engine in self.engines if engine.role == role and engine.is_up]
 
     async def start(self) -> None:
-        """Connect, and probe each engine once."""
+        """Connect, probe each engine once, and wait a moment for those that are up to be heard."""
         key = self._config.engine_api_key
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else None,
@@ -248,6 +249,16 @@ class Pool:
         self._tasks = [asyncio.create_task(self._listen(engine)) for engine in self.engines]
         await asyncio.gather(*(engine.probe() for engine in self.engines))
         self._tasks += [asyncio.create_task(self._watch(engine)) for engine in self.engines]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HELLO_LOST_S):
+                while not all(engine.is_heard for engine in self.engines if engine.is_up):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+        for engine in self.engines:
+            if engine.is_up and not engine.is_heard:
+                logger.error(
+                    "%s engine %s: no events from %s; nothing will be reused",
+                    engine.role, engine.name, engine.events,
+                )  # fmt: skip
 
     async def stop(self) -> None:
         """End the probes and close all connections."""
@@ -267,8 +278,9 @@ class Pool:
         socket = self._context.socket(zmq.SUB)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.RCVHWM, 0)
-        socket.subscribe(events.HELLO_TOPIC)
+        # In this order: once a hello arrives, so does what is for us.
         socket.subscribe(self._router_id.encode())
+        socket.subscribe(events.HELLO_TOPIC)
         socket.connect(engine.events)
         while True:
             frames = await socket.recv_multipart()

@@ -47,6 +47,33 @@ _NOT_TAKEN = ("unverified", "no_plugin", "load_failed")
 
 
 @dataclass
+class Trip:
+    """One request on its way.
+
+    Attributes:
+        use: whether it may reuse anything, and leave anything to reuse.
+        alone: why a decode engine does all of it; empty if it goes through both hops.
+        hold_s: how long the decode engine is to hold its KV, in seconds.
+        headers: what the answer says about it.
+        started: when it came, on the monotonic clock.
+        why_none: why there is no record for it.
+        holder: the decode engine that had its record.
+    """
+
+    request: web.Request
+    body: Body
+    who: Who
+    conversation: Conversation
+    use: bool
+    alone: str
+    hold_s: float
+    headers: dict[str, str]
+    started: float
+    why_none: str = ""
+    holder: Engine | None = None
+
+
+@dataclass
 class Flight:
     """A decode whose `Held` event is to come."""
 
@@ -139,76 +166,62 @@ class Pipeline:
         Raises:
             ApiError: the request is malformed, or no engine can serve it.
         """
+        trip = await self._identify(request)
+        conversation = trip.conversation
+        conversation.in_flight += 1
+        prefilled = Prefilled(Reuse("miss", 0, trip.alone))
+        try:
+            if not trip.alone:
+                record = await self._recall(trip)
+                prefilled = await self._prefill(trip, record)
+            trip.headers[wire.CARRYBACK_REUSE] = prefilled.reuse.header()
+            conversation.reuse = prefilled.reuse
+            return await self._decode(trip, prefilled)
+        except Refused as refused:
+            headers = {**trip.headers, "Content-Type": refused.content_type}
+            return web.Response(status=refused.status, body=refused.body, headers=headers)
+        except ApiError as error:
+            return error.response(trip.headers)
+        finally:
+            if prefilled.engine is not None and prefilled.is_over:
+                self._release(prefilled.engine, prefilled.params.get("remote_request_id"))
+            conversation.in_flight -= 1
+            if conversation.why_none == "in_use" and not conversation.in_flight:
+                conversation.why_none = "no_record"
+            if trip.who.ends:
+                await self.delete(conversation.id)
+
+    # -- identify
+
+    async def _identify(self, request: web.Request) -> Trip:
         started = time.monotonic()
         body = Body(await _read(request, self._config.max_body_bytes))
         who = identify(request.headers, body, self._identifier)
         use = _reuse_switch(request.headers)
-        conversation = self.records.open(who.conversation, who.parent) if who.conversation else None
-        if conversation is None:
-            return await self._run(request, body, who, None, use, started)
-        conversation.last_seen = time.time()
-        conversation.requests += 1
-        conversation.turn, conversation.step = who.turn, who.step
-        conversation.in_flight += 1
-        try:
-            return await self._run(request, body, who, conversation, use, started)
-        finally:
-            conversation.in_flight -= 1
-            if conversation.why_none == "in_use" and not conversation.in_flight:
-                conversation.why_none = "no_record"
-            if who.ends:
-                await self.delete(conversation.id)
-
-    async def _run(
-        self,
-        request: web.Request,
-        body: Body,
-        who: Who,
-        conversation: Conversation | None,
-        use: bool,
-        started: float,
-    ) -> web.StreamResponse:
-        headers = _headers(request, who)
-        prefilled: Prefilled | None = None
-        record = None
-        hold_s = self._hold_s(who)
-        try:
-            if why_none := "" if use else "off":
-                hold_s = 0
-            if why_alone := _decode_alone(body):
-                hold_s = 0
-                prefilled = Prefilled(Reuse("miss", 0, why_alone))
-            else:
-                if use:
-                    record, why_none = await self._recall(conversation)
-                prefilled = await self._prefill(request.path, body, record, why_none)
-            reuse = prefilled.reuse
-            headers[wire.CARRYBACK_REUSE] = reuse.header()
-            if conversation is not None:
-                conversation.reuse = reuse
-            holder = record.engine if record is not None else None
-            return await self._decode(
-                request, body, conversation, holder, prefilled, hold_s, headers, started
-            )
-        except Refused as refused:
-            return web.Response(
-                status=refused.status,
-                body=refused.body,
-                headers={**headers, "Content-Type": refused.content_type},
-            )
-        except ApiError as error:
-            return error.response(headers)
-        finally:
-            if prefilled is not None and prefilled.engine is not None and prefilled.is_over:
-                self._release(prefilled.engine, prefilled.params.get("remote_request_id"))
+        alone = _decode_alone(body)
+        if not who.conversation:
+            # It has none: one that is gone already, so that nothing is kept of it.
+            conversation = Conversation("", why_none="no_conversation", is_deleted=True)
+        else:
+            conversation = self.records.open(who.conversation, who.parent)
+            conversation.last_seen = time.time()
+            conversation.requests += 1
+            conversation.turn, conversation.step = who.turn, who.step
+        hold_s = self._config.hold_s
+        if who.is_guess:
+            hold_s = min(hold_s, self._config.hold_first_s)
+        if not who.conversation or who.ends or alone or not use:
+            hold_s = 0
+        return Trip(request, body, who, conversation, use, alone, hold_s, _headers(request, who), started)
 
     # -- recall
 
-    async def _recall(self, conversation: Conversation | None) -> tuple[Record | None, str]:
-        """Take the conversation's record; or the reason why there is none."""
-        if conversation is None:
-            return None, "no_conversation"
-        late = conversation.late
+    async def _recall(self, trip: Trip) -> Record | None:
+        """Take the conversation's record; without one, `trip.why_none` says why."""
+        if not trip.use:
+            trip.why_none = "off"
+            return None
+        conversation, late = trip.conversation, trip.conversation.late
         if conversation.record is None and late is not None and not late.is_set():
             try:
                 async with asyncio.timeout(self._config.held_event_wait_s):
@@ -217,20 +230,16 @@ class Pipeline:
                 if conversation.late is late:
                     conversation.late = None  # wait for it once
                 self._metrics.held_missing.inc()
-                return None, "event_missing"
+                trip.why_none = "event_missing"
+                return None
         record = self.records.take(conversation)
-        return record, conversation.why_none
+        trip.why_none = conversation.why_none
+        trip.holder = record.engine if record is not None else None
+        return record
 
-    def _hold_s(self, who: Who) -> float:
-        if not who.conversation or who.ends:
-            return 0
-        if who.is_guess:
-            return min(self._config.hold_first_s, self._config.hold_s)
-        return self._config.hold_s
+    # -- place, prefill
 
-    # -- prefill
-
-    async def _prefill(self, path: str, body: Body, record: Record | None, why_none: str) -> Prefilled:
+    async def _prefill(self, trip: Trip, record: Record | None) -> Prefilled:
         tried: list[Engine] = []
         while (engine := least_loaded(self.pool.of("prefill"), but=tried)) is not None:
             tried.append(engine)
@@ -244,11 +253,10 @@ class Pipeline:
             }
             # A record is offered once: after a failure nobody knows whether it was read.
             offered, record = record, None
-            data = body.for_prefill(ENDPOINTS[path], params)
             is_over = False
             try:
-                answer = await self._ask(engine, path, data, key, body.size)
-                prefilled = _prefilled(answer, engine, offered is not None, why_none)
+                answer = await self._ask(engine, trip, params, key)
+                prefilled = _prefilled(answer, engine, offered is not None, trip.why_none)
                 is_over = prefilled.reuse.reason in _NOT_TAKEN
                 if not is_over:
                     offered = None  # the prefill engine has told the decode engine to let go
@@ -259,7 +267,7 @@ class Pipeline:
             except EngineDown as error:
                 logger.warning("prefill: %s", error)
                 self._metrics.retries.labels("prefill", "timeout" if error.is_timeout else "down").inc()
-                why_none = "prefill_failed"
+                trip.why_none = "prefill_failed"
                 is_over = error.is_over
             finally:
                 if offered is not None and is_over:
@@ -271,16 +279,18 @@ class Pipeline:
             self._release(record.engine, record.held.request)
         return Prefilled(Reuse("miss", 0, "prefill_failed" if tried else "prefill_unavailable"))
 
-    async def _ask(self, engine: Engine, path: str, data: bytes, key: str, size: int) -> dict[str, Any]:
+    async def _ask(self, engine: Engine, trip: Trip, params: dict[str, Any], key: str) -> dict[str, Any]:
         """The prefill engine's answer, decoded.
 
         Raises:
             EngineDown: no usable answer.
             Refused: the engine refused the request, with a 4xx.
         """
-        with engine.busy(size):
-            deadline = time.monotonic() + self._config.prefill_timeout_s
-            response = await engine.post(path, data, request_id=key, timeout_s=self._config.prefill_timeout_s)
+        path, timeout_s = trip.request.path, self._config.prefill_timeout_s
+        data = trip.body.for_prefill(ENDPOINTS[path], params)
+        with engine.busy(trip.body.size):
+            deadline = time.monotonic() + timeout_s
+            response = await engine.post(path, data, request_id=key, timeout_s=timeout_s)
             async with response:
                 try:
                     async with asyncio.timeout(deadline - time.monotonic()):
@@ -301,18 +311,8 @@ class Pipeline:
 
     # -- decode
 
-    async def _decode(
-        self,
-        request: web.Request,
-        body: Body,
-        conversation: Conversation | None,
-        holder: Engine | None,
-        prefilled: Prefilled,
-        hold_s: float,
-        headers: dict[str, str],
-        started: float,
-    ) -> web.StreamResponse:
-        params = prefilled.params
+    async def _decode(self, trip: Trip, prefilled: Prefilled) -> web.StreamResponse:
+        params, holder = prefilled.params, trip.holder
         tried: list[Engine] = []
         while True:
             engine = decode_engine(self.pool.of("decode"), holder, but=tried)
@@ -322,14 +322,15 @@ class Pipeline:
                 raise ApiError(503, "no decode engine is up", code="no_engine")
             tried.append(engine)
             key = self._key()
-            data = body.for_decode({**params, "carryback_key": key, "hold_s": hold_s})
+            hold_s = trip.hold_s if engine.is_heard else 0
+            data = trip.body.for_decode({**params, "carryback_key": key, "hold_s": hold_s})
             if params:
                 prefilled.is_over = False
-            if conversation is not None and hold_s > 0:
-                self._flights[key] = Flight(conversation, engine)
+            if hold_s > 0:
+                self._flights[key] = Flight(trip.conversation, engine)
             try:
-                with engine.busy(body.size):
-                    answer = await self._begin(engine, request.path, data, key)
+                with engine.busy(trip.body.size):
+                    answer = await self._begin(engine, trip.request.path, data, key)
                     try:
                         # Nothing has been sent: once more, and without the transfer, which may be at fault.
                         if answer.has_failed and len(tried) == 1:
@@ -339,11 +340,11 @@ class Pipeline:
                             prefilled.is_over = True
                         elif not answer.has_failed:
                             self._metrics.ttft.labels(prefilled.reuse.outcome).observe(
-                                time.monotonic() - started
+                                time.monotonic() - trip.started
                             )
                             self._metrics.observe_reuse(prefilled.reuse)
                         on_end = partial(self._land, key, True)
-                        response = await relay(request, _settled(answer), headers, on_end)
+                        response = await relay(trip.request, _settled(answer), trip.headers, on_end)
                     finally:
                         answer.close()
                 return response
@@ -380,7 +381,7 @@ class Pipeline:
         if not has_ended:
             # An answer that was broken off may still have ended in an event.
             flight.conversation = Conversation("", is_deleted=True)
-        elif flight.engine.is_heard:
+        else:
             flight.conversation.late = asyncio.Event()
         asyncio.get_running_loop().call_later(EVENT_LOST_S, self._flights.pop, key, None)
 
@@ -391,6 +392,8 @@ class Pipeline:
             self._metrics.declined.labels(event.reason).inc()
         elif (flight := self._flights.get(event.key)) is not None:
             flight.held = True
+            if flight.has_landed:
+                del self._flights[event.key]
             if event.blocks:
                 record = Record(engine, event, time.monotonic() + event.hold_s)
                 self.records.put(flight.conversation, record)

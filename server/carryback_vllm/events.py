@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import zmq
 from carryback.wire.events import Declined, Event, Held, Hello, Released, ReleaseReason, encode
 
-HELLO_INTERVAL_S = 1.0
+HELLO_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ async def test_a6_a_stream_is_passed_on_as_it_comes(pair: Pair, client: Client) 
         assert await pair.metric("decode", "vllm:num_requests_running") == 1
         rest = await response.read()
     assert rest.rstrip().endswith(b"data: [DONE]")
-    assert rest.count(b"data: ") > 60
+    assert rest.count(b"data: ") > 10
     text = "".join(
         json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
         for line in rest.splitlines()

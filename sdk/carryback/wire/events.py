@@ -18,7 +18,7 @@ ReleaseReason = Literal["read", "expired", "asked"]
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Sent every second, so that routers notice a restart (a new engine id) and lost events.
+    """Sent twice a second when there is nothing else, so that routers notice a restart (a new engine id) and lost events.
 
     Attributes:
         engine: the engine's id, new with every start.
