@@ -240,4 +240,7 @@ def print_table(rows: Sequence[Row], console: Console = console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

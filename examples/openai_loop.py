@@ -89,9 +89,9 @@ def tool(function: Callable[[str], str], description: str, argument: str, **sche
 
 
 TOOLS = [
-    tool(search_document, "Find sections by words.", "query", type="string", maxLength=40),
+    tool(search_document, "Find sections by words.", "query", type="string", pattern="^[a-z ]{3,30}$"),
     tool(read_section, "Read one section.", "section", type="string", enum=list(SECTIONS)),
-    tool(calculate, "Do arithmetic.", "expression", type="string", maxLength=40),
+    tool(calculate, "Do arithmetic.", "expression", type="string", pattern="^[0-9.+*/() -]{3,30}$"),
 ]
 FUNCTIONS = {function.__name__: function for function in (search_document, read_section, calculate)}
 

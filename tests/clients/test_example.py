@@ -164,11 +164,18 @@ def test_demo_counts_by_tokens() -> None:
 def test_demo_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import os, time; print(f'ready at {os.getpid()}', flush=True); time.sleep(60)"
     monkeypatch.setattr(demo, "SERVE", (sys.executable, "-c", script))
-    with pytest.raises(KeyboardInterrupt), demo.serving() as pid:
-        os.kill(int(pid), 0)
-        raise KeyboardInterrupt
+    seen: list[int] = []
+
+    def interrupted() -> None:
+        with demo.serving() as pid:
+            seen.append(int(pid))
+            os.kill(seen[0], 0)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     with pytest.raises(ProcessLookupError):
-        os.kill(int(pid), 0)
+        os.kill(seen[0], 0)
 
     monkeypatch.setattr(demo, "SERVE", (sys.executable, "-c", "raise SystemExit(3)"))
     with pytest.raises(SystemExit, match="exit status 3"), demo.serving():
