@@ -454,7 +454,7 @@ def _headers(request: web.Request, who: Who) -> dict[str, str]:
     if who.conversation:
         headers[wire.CARRYBACK_CONVERSATION] = who.conversation
     if who.turn:
-        headers[wire.CARRYBACK_TURN] = f"{who.turn}; step={who.step}" if who.step else who.turn
+        headers[wire.CARRYBACK_TURN] = who.turn
     request_id = request.headers.get("X-Request-Id", "")
     if 0 < len(request_id) <= MAX_REQUEST_ID and request_id.isascii() and request_id.isprintable():
         headers["X-Request-Id"] = request_id

@@ -7,6 +7,7 @@ import base64
 import json
 import re
 import uuid
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -351,6 +352,25 @@ async def test_a20_the_usage_chunk(client: Client) -> None:
     assert usage["model"] == NAME
     assert usage["usage"]["completion_tokens"] == 8
     assert usage["usage"]["prompt_tokens"] == asked.reuse.prompt_tokens
+
+
+async def test_a22_a_body_that_is_too_large(pair: Pair) -> None:
+    async with pair.router(max_body_bytes=100_000) as client:
+        for chunked in (False, True):
+            data = json.dumps({"model": NAME, "messages": prompt(21, 4000)}).encode()
+            assert len(data) > 100_000
+            headers = {"Content-Type": "application/json"}
+            async with client.session.post(
+                client.url + "/v1/chat/completions", data=slowly(data) if chunked else data, headers=headers
+            ) as response:
+                assert response.status == 413
+                assert "max_body_bytes" in (await response.json())["error"]["message"]
+        assert (await client.chat(prompt(21), tokens=2)).status == 200
+
+
+async def slowly(data: bytes) -> AsyncIterator[bytes]:
+    for at in range(0, len(data), 20_000):
+        yield data[at : at + 20_000]
 
 
 @pytest.mark.parametrize(

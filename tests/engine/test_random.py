@@ -48,8 +48,15 @@ def edit(messages: Messages, answer: str, how: str, dice: random.Random) -> Mess
     return grown
 
 
-async def check_history(client: Client, edits: list[str], seed: int) -> int:
-    """Play a conversation and compare every answer with a full recompute; the tokens reused in all."""
+async def check_history(
+    client: Client, edits: list[str], seed: int, *, baseline: Client | None = None
+) -> int:
+    """Play a conversation and compare every answer with a full recompute; the tokens reused in all.
+
+    Args:
+        baseline: who recomputes; the same engines unless given.
+    """
+    baseline = baseline or client
     dice = random.Random(seed)
     conversation = uuid.uuid4().hex
     messages: Messages = [
@@ -61,7 +68,7 @@ async def check_history(client: Client, edits: list[str], seed: int) -> int:
     for how in edits:
         messages = edit(messages, answer.text, how, dice)
         answer = await client.chat(messages, conversation, tokens=TOKENS, stream=dice.random() < 0.5)
-        answer.assert_same(await client.chat(messages, reuse=False, tokens=TOKENS))
+        answer.assert_same(await baseline.chat(messages, reuse=False, tokens=TOKENS))
         reused += answer.reuse.tokens
         if how == "grow":
             assert answer.reuse.outcome == "hit"
@@ -70,7 +77,6 @@ async def check_history(client: Client, edits: list[str], seed: int) -> int:
 
 @settings(
     max_examples=50,
-    deadline=None,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     derandomize=True,

@@ -227,6 +227,6 @@ async def test_a_client_that_sends_no_id_is_recognised(client: Client) -> None:
     messages = go_on(messages, answer, "Go on.")
     following = await client.chat(messages)
     assert following.headers["X-Carryback-Conversation"] == answer.headers["X-Carryback-Conversation"]
-    assert following.headers["X-Carryback-Turn"].startswith("2")
+    assert following.headers["X-Carryback-Turn"] == "2"
     assert following.reuse.outcome == "hit"
     await assert_right(client, messages, following)

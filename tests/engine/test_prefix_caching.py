@@ -1,0 +1,63 @@
+"""With vLLM's prefix caching on in both engines, as it is by default: local caches and reads together.
+
+KV that was read wrongly would stay in a cache here, and show in a later request.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from carryback_server.supervisor import Engines
+from pair import BLOCK, Client, Pair, commands_for, document
+from test_random import EDITS, TOKENS, check_history
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def caching(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    """A second pair of engines, with prefix caching."""
+    argv = pair.commands[0].argv
+    model_path = Path(argv[argv.index("--model") + 1])
+    commands = commands_for(model_path, "--enable-prefix-caching")
+    async with Engines(commands, log_dir=tmp_path_factory.mktemp("caching")) as engines:
+        await engines.wait_ready()
+        yield Pair(engines, commands, pair.session)
+
+
+@pytest.mark.timeout(600)
+async def test_random_histories_with_caches(caching: Pair, client: Client) -> None:
+    dice = random.Random(7)
+    reused = 0
+    async with caching.router() as cached:
+        for seed in range(12):
+            # Few seeds: what one conversation left in the caches is met by the next.
+            edits = dice.choices(EDITS, k=4)
+            reused += await check_history(cached, edits, seed % 3, baseline=client)
+    assert reused > 0
+
+
+async def test_only_what_is_not_cached_is_read(caching: Pair, client: Client) -> None:
+    async with caching.router() as cached:
+        conversation = uuid.uuid4().hex
+        messages = [{"role": "user", "content": document(500, 20)}]
+        first = await cached.chat(messages, conversation, tokens=100)
+        prompt_tokens = first.reuse.prompt_tokens
+        messages += [
+            {"role": "assistant", "content": first.text},
+            {"role": "user", "content": document(501, 2)},
+        ]
+        second = await cached.chat(messages, conversation, tokens=TOKENS)
+        # The prefill engine has the first prompt itself, and reads the answer.
+        assert second.reuse.outcome == "hit"
+        assert second.reuse.cached == prompt_tokens // BLOCK * BLOCK
+        assert second.reuse.cached + second.reuse.tokens == (prompt_tokens + 99) // BLOCK * BLOCK
+        second.assert_same(await client.chat(messages, reuse=False, tokens=TOKENS))
+        # The same prompt once more is all in its cache, and what was held is let go of.
+        third = await cached.chat(messages, conversation, tokens=TOKENS)
+        assert (third.reuse.outcome, third.reuse.tokens, third.reuse.reason) == ("hit", 0, "local_cache")
+        third.assert_same(second)
+    await caching.assert_unpinned()
