@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 import zmq
 import zmq.asyncio
 from carryback.wire import events
@@ -135,15 +136,22 @@ class Engine:
             raise ApiError(502, f"engine {self.name} did not answer", code="engine_failed") from error
 
     async def release(self, request_ids: list[str]) -> bool:
-        """Make the engine let go of what it holds for these requests; whether it was told.
+        """Make the engine let go of what it holds for these requests; whether it was told."""
+        return await self._tell({"carryback_release": request_ids})
 
-        The request is a completion of one token that carries the ids; see `carryback_vllm.connector`.
-        """
+    async def withdraw(self, record: bytes) -> bool:
+        """Make a prefill engine not read a record that it was given, and tell its holder; whether it was
+        told."""
+        return await self._tell({**msgspec.json.decode(record), "carryback_withdraw": True})
+
+    async def _tell(self, params: dict[str, Any]) -> bool:
+        """Have the engine's plug-in act on `kv_transfer_params`, by a completion of one token that carries
+        them; see `carryback_vllm.connector`."""
         body: dict[str, Any] = {
             "model": self.models[0] if self.models else "",
             "prompt": [0],
             "max_tokens": 1,
-            "kv_transfer_params": {"carryback_release": request_ids, "hold_s": 0},
+            "kv_transfer_params": {**params, "hold_s": 0},
         }
         try:
             async for attempt in AsyncRetrying(
@@ -159,7 +167,7 @@ class Engine:
                     ) as response:
                         response.raise_for_status()
         except (aiohttp.ClientError, OSError) as error:
-            logger.warning("%s engine %s: cannot release KV (%s)", self.role, self.name, error)
+            logger.warning("%s engine %s: cannot let go of KV (%s)", self.role, self.name, error)
             self._metrics.releases.labels(self.role, "failed").inc()
             return False
         self._metrics.releases.labels(self.role, "done").inc()

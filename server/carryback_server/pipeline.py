@@ -40,8 +40,8 @@ ENDPOINTS = {
 MAX_REQUEST_ID = 256
 # An event that has not come this long after its answer's end will not come.
 EVENT_LOST_S = 60.0
-# How many probes a prefill engine gets to show that it has ended, after it broke off.
-PROBES_AFTER_FAILURE = 5
+# How often a prefill engine that broke off is asked for its record, a probe's interval apart.
+PROBES_AFTER_FAILURE = 10
 # A prefill engine that answers so has not told the decode engine to let go.
 _NOT_TAKEN = ("unverified", "no_plugin", "load_failed")
 
@@ -273,7 +273,7 @@ class Pipeline:
                 if offered is not None and is_over:
                     self._release(offered.engine, offered.held.request)
                 elif offered is not None:
-                    self._spawn(self._release_after(engine, offered))
+                    self._spawn(self._withdraw(engine, offered))
         # Without any prefill engine, a decode engine does the whole request.
         if record is not None:
             self._release(record.engine, record.held.request)
@@ -405,17 +405,20 @@ class Pipeline:
         if engine.is_up and isinstance(request_id, str):
             self._spawn(engine.release([request_id]))
 
-    async def _release_after(self, prefill: Engine, record: Record) -> None:
-        """Release a record that a prefill engine was given and has not answered for.
+    async def _withdraw(self, prefill: Engine, record: Record) -> None:
+        """Take a record back from a prefill engine that has not answered for it.
 
-        KV must not be let go of under a reader. As long as the prefill engine lives, it tells the decode
-        engine itself that it has read, or will not. Once its process has ended, nobody reads.
+        KV must not be let go of under a reader, so the prefill engine is asked. It tells the decode engine
+        itself. Only once its process has ended can nobody read, and the decode engine is told from here.
         """
         for _ in range(PROBES_AFTER_FAILURE):
-            await asyncio.sleep(self._config.probe_interval_s)
             if prefill.is_gone:
                 self._release(record.engine, record.held.request)
                 return
+            if prefill.is_up and await prefill.withdraw(record.held.record):
+                return
+            await asyncio.sleep(self._config.probe_interval_s)
+        # It hangs, or is cut off. The decode engine lets go when the record's time is over.
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(coroutine)

@@ -12,6 +12,8 @@ What it adds to `NixlPullConnector`, on both engines alike:
 - `kv_transfer_params["carryback_key"]`: the router's key of the request. What the engine then holds is
   published as an event and is not in the response.
 - `kv_transfer_params["carryback_release"]`: a list of engine request ids whose blocks are let go of now.
+- `kv_transfer_params["carryback_withdraw"]`: true, beside a record: whatever request came or comes with
+  this record does not read it, and the engine that holds the blocks is told so.
 - A prefill engine's answer says what was reused, in `kv_transfer_params["carryback_reuse"]`.
 - A prefill engine's blocks are not read after its lease ended.
 """
@@ -19,6 +21,7 @@ What it adds to `NixlPullConnector`, on both engines alike:
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.carryback")
 
+# Records remembered as offered, so that none is read twice.
+MAX_SPENT = 100_000
 # A read of a prompt's KV must be under way this long before the prefill engine's lease ends.
 # (For what a decode engine holds, stock code wants 5 s.)
 LEASE_MARGIN_S = 1.0
@@ -109,6 +114,9 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         self._matches: dict[str, _Match] = {}
         self._pins: dict[str, _Pin] = {}
         self._asked: set[str] = set()
+        # Records that were offered, by the holder and its request; and the live requests they came with.
+        self._spent: OrderedDict[str, None] = OrderedDict()
+        self._readers: dict[str, Request] = {}
         assert vllm_config.kv_transfer_config is not None
         address = vllm_config.kv_transfer_config.get_from_extra_config("carryback_events", None)
         self._publisher = Publisher(address, engine_id) if address else None
@@ -135,10 +143,35 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
                 if params.get("do_remote_prefill") and params.get("remote_block_ids"):
                     self._declined(params, "unverified")
                 _forget_remote(params)
+            elif params.get("do_remote_decode") and params.get("remote_block_ids"):
+                self._offer(request, params)
             # Stock code takes any `do_remote_prefill` for a promise of blocks.
             if params.get("do_remote_prefill") and not params.get("remote_block_ids"):
                 params["do_remote_prefill"] = False
         super().on_new_request(request)
+
+    def _offer(self, request: Request, params: dict[str, Any]) -> None:
+        """A record came: see that it is read once at most, and by nobody once it was withdrawn."""
+        record = f"{params['remote_engine_id']} {params['remote_request_id']}"
+        is_first = record not in self._spent
+        self._spent[record] = None
+        if len(self._spent) > MAX_SPENT:
+            self._spent.popitem(last=False)
+        if not params.pop("carryback_withdraw", False):
+            if is_first:
+                self._readers[record] = request
+                params["_carryback_reads"] = record
+            else:
+                _forget_remote(params, "spent")
+            return
+        reader = self._readers.get(record)
+        if reader is not None and not reader.kv_transfer_params.get("_remote_blocks_processed"):
+            _forget_remote(reader.kv_transfer_params, "withdrawn")
+            self._matches.pop(reader.request_id, None)
+        elif not is_first:
+            # It was read, is being read or was declined: its holder knows, or hears when that is over.
+            _forget_remote(params, "spent")
+        # Else this request's own empty read tells the holder.
 
     def _release(self, request_ids: object) -> None:
         """Let go of pinned blocks: the worker takes a deadline that has passed."""
@@ -258,6 +291,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
     def request_finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         match = self._matches.pop(request.request_id, None)
         params = request.kv_transfer_params
+        if params is not None and (record_id := params.pop("_carryback_reads", None)):
+            del self._readers[record_id]
         if (
             params is not None
             and params.get("do_remote_decode")
@@ -393,10 +428,10 @@ def _why_not_cut(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, hash_b
     return ""
 
 
-def _forget_remote(params: dict[str, Any]) -> None:
-    """Take out all that stock code would act on; what was there was not sealed by an engine of ours."""
+def _forget_remote(params: dict[str, Any], reason: str = "unverified") -> None:
+    """Take out all that stock code would act on; the reason is for the report."""
     if params.get("remote_block_ids"):
-        params["_carryback_refused"] = "unverified"
+        params["_carryback_refused"] = reason
     for name in SEALED_FIELDS:
         if name.startswith("remote_"):
             params.pop(name, None)

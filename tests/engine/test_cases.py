@@ -125,10 +125,23 @@ async def test_a5_a_handshake_that_cannot_succeed(pair: Pair, client: Client, pe
     again.assert_same(answer)
 
 
-async def test_a_sealed_record_is_read(pair: Pair) -> None:
-    report = await offer(pair, prompt(3), await stolen_record(pair, prompt(3)))
+async def test_a_sealed_record_is_read_once(pair: Pair) -> None:
+    record = await stolen_record(pair, prompt(3))
+    report = await offer(pair, prompt(3), record)
     assert (report["outcome"], report["reason"]) == ("hit", "verified")
     assert report["tokens"] > 700
+    report = await offer(pair, prompt(3), record)
+    assert (report["outcome"], report["tokens"], report["reason"]) == ("miss", 0, "spent")
+
+
+async def test_a_record_that_was_withdrawn_is_not_read(pair: Pair) -> None:
+    await pair.assert_unpinned("decode")
+    record = await stolen_record(pair, prompt(3))
+    assert await pair.pinned("decode") > 0
+    await offer(pair, prompt(4, 1), {**record, "carryback_withdraw": True})
+    await pair.assert_unpinned("decode", within_s=10)
+    report = await offer(pair, prompt(3), record)
+    assert (report["outcome"], report["tokens"], report["reason"]) == ("miss", 0, "spent")
 
 
 @pytest.mark.parametrize("tampering", ["blocks", "request", "digest", "expiry", "key", "no seal"])

@@ -70,7 +70,7 @@ async def check_history(
         answer = await client.chat(messages, conversation, tokens=TOKENS, stream=dice.random() < 0.5)
         answer.assert_same(await baseline.chat(messages, reuse=False, tokens=TOKENS))
         reused += answer.reuse.tokens
-        if how == "grow":
+        if how == "grow" and baseline is client:
             assert answer.reuse.outcome == "hit"
     return reused
 
