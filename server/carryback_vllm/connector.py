@@ -20,6 +20,7 @@ What it adds to `NixlPullConnector`, on both engines alike:
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.carryback")
 
+# A decode engine holds this much longer than it says, so that a read which began in time can end.
+READ_GRACE_S = 10.0
 # Records remembered as offered, so that none is read twice.
 MAX_SPENT = 100_000
 # A read of a prompt's KV must be under way this long before the prefill engine's lease ends.
@@ -307,61 +310,70 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         if params is None or record is None:
             return hold, record
         is_prefill = bool(params.get("do_remote_decode"))
-        key = params.get("carryback_key")
         hold_s = params.get("hold_s")
-        if not isinstance(hold_s, int | float):
+        if not isinstance(hold_s, int | float) or not math.isfinite(hold_s):
             hold_s = self._kv_lease_duration if is_prefill else self.decoder_kv_blocks_ttl
-        tokens = self._tokens_held(request, is_prefill)
-        full_blocks = min(tokens // self._hash_block_size, len(request.block_hashes))
+        full_blocks = self._full_blocks_held(request, is_prefill)
         # A decode engine's record is worth holding only for what a later prompt can read of it.
         useful = is_prefill or (not self._cannot_cut and full_blocks > 0)
-        if hold and (hold_s <= 0 or not useful):
-            self._reqs_need_send.pop(request.request_id, None)
-            self._reqs_not_processed.add(request.request_id)
-            hold = False
-        if hold:
-            deadline = time.perf_counter() + hold_s
-            self._reqs_need_send[request.request_id] = deadline
-            self._pins[request.request_id] = _Pin(None if is_prefill else key, deadline)
-            record["remote_block_ids"] = [list(group) for group in record["remote_block_ids"]]
-            if not is_prefill:
-                # Only full blocks have a hash to verify them by.
-                tokens = full_blocks * self._hash_block_size
-                record["remote_block_ids"] = [record["remote_block_ids"][0][:full_blocks]]
-            record["remote_num_tokens"] = tokens
-            record["remote_blocks_expiry_time"] = deadline
-            self._sealer.seal(
-                record,
-                digests=self._sealer.digests(request.block_hashes[:full_blocks]),
-                tail=self._tail(request, tokens) if is_prefill else "",
-                block_size=self._hash_block_size,
-            )
+        if hold and hold_s > 0 and useful:
+            self._pin(request, record, full_blocks, hold_s, is_prefill)
         else:
+            if hold:
+                self._reqs_need_send.pop(request.request_id, None)
+                self._reqs_not_processed.add(request.request_id)
+            hold, hold_s = False, 0.0
             _forget_remote(record)
         if is_prefill:
             record["carryback_reuse"] = _report(request, match)
             return hold, record
+        key = params.get("carryback_key")
         if not isinstance(key, str) or self._publisher is None:
             return hold, record
         self._publisher.held(
             key,
             request.request_id,
-            tokens=tokens if hold else 0,
+            tokens=record.get("remote_num_tokens", 0),
             blocks=sum(len(group) for group in block_ids) if hold else 0,
-            hold_s=hold_s if hold else 0,
+            hold_s=hold_s,
             record=msgspec.json.encode(record) if hold else b"",
         )
         # The router has it from the event; a client has no use for block ids and addresses.
         return hold, None
 
-    def _tokens_held(self, request: Request, is_prefill: bool) -> int:
-        """Tokens whose KV the request's blocks hold for certain."""
+    def _full_blocks_held(self, request: Request, is_prefill: bool) -> int:
+        """Full blocks whose KV is computed for certain, and whose hashes are known."""
+        # With asynchronous scheduling the count of computed tokens runs ahead of what was sampled; the
+        # last sampled token's KV is never needed.
+        tokens = request.num_prompt_tokens
+        if not is_prefill:
+            tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        return min(tokens // self._hash_block_size, len(request.block_hashes))
+
+    def _pin(
+        self, request: Request, record: dict[str, Any], full_blocks: int, hold_s: float, is_prefill: bool
+    ) -> None:
+        """Hold the request's blocks for a reader, and seal the record of them."""
+        deadline = time.perf_counter() + hold_s
+        key = request.kv_transfer_params.get("carryback_key")
+        has_listener = not is_prefill and isinstance(key, str)
+        self._pins[request.request_id] = _Pin(key if has_listener else None, deadline)
+        self._reqs_need_send[request.request_id] = deadline + (0 if is_prefill else READ_GRACE_S)
+        record["remote_blocks_expiry_time"] = deadline
+        record["remote_block_ids"] = [list(group) for group in record["remote_block_ids"]]
         if is_prefill:
-            # What stock code tells the reader; the prompt, less what the model needs recomputed.
-            return request.num_prompt_tokens
-        # With asynchronous scheduling the count runs ahead of what was sampled; the last sampled
-        # token's KV is never needed.
-        return min(request.num_computed_tokens, request.num_tokens - 1)
+            # The whole prompt, less what the model needs recomputed.
+            record["remote_num_tokens"] = request.num_prompt_tokens
+        else:
+            # Only full blocks have a hash to verify them by.
+            record["remote_num_tokens"] = full_blocks * self._hash_block_size
+            record["remote_block_ids"] = [record["remote_block_ids"][0][:full_blocks]]
+        self._sealer.seal(
+            record,
+            digests=self._sealer.digests(request.block_hashes[:full_blocks]),
+            tail=self._tail(request, record["remote_num_tokens"]) if is_prefill else "",
+            block_size=self._hash_block_size,
+        )
 
 
 class CarrybackWorker(NixlPullConnectorWorker):

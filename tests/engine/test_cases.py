@@ -79,7 +79,7 @@ async def stolen_record(pair: Pair, messages: list[dict[str, Any]]) -> dict[str,
     """A record straight from the decode engine, as it gives one to a request without a router's key."""
     body = {
         "model": NAME, "messages": messages, "max_tokens": 2, "min_tokens": 2, "temperature": 0,
-        "kv_transfer_params": {"hold_s": 20},
+        "kv_transfer_params": {"hold_s": 10},
     }  # fmt: skip
     async with pair.session.post(pair.url("decode") + "/v1/chat/completions", json=body) as response:
         assert response.status == 200

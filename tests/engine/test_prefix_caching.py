@@ -28,7 +28,6 @@ async def caching(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Async
         yield Pair(engines, commands, pair.session)
 
 
-@pytest.mark.timeout(600)
 async def test_random_histories_with_caches(caching: Pair, client: Client) -> None:
     dice = random.Random(7)
     reused = 0

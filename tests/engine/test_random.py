@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import pytest_asyncio
 from carryback_server.launch import free_ports
 from carryback_server.supervisor import Engines
@@ -82,7 +81,6 @@ async def check_history(
     derandomize=True,
 )
 @given(edits=st.lists(st.sampled_from(EDITS), min_size=2, max_size=3), seed=st.integers(0, 10_000))
-@pytest.mark.timeout(600)
 async def test_random_histories(client: Client, edits: list[str], seed: int) -> None:
     await check_history(client, edits, seed)
 
@@ -117,7 +115,6 @@ async def unverified(pair: Pair, tmp_path: Path) -> AsyncIterator[Client]:
             yield client
 
 
-@pytest.mark.timeout(600)
 async def test_the_check_fails_without_verification(unverified: Client) -> None:
     assert await check_history(unverified, ["grow", "grow"], seed=1) > 0
     for how in ("change", "system", "stranger"):

@@ -85,7 +85,6 @@ async def test_time_to_live(pair: Pair) -> None:
         assert (answer.reuse.outcome, answer.reuse.reason) == ("miss", "expired")
 
 
-@pytest.mark.timeout(300)
 async def test_each_turn_is_held_anew(pair: Pair) -> None:
     # A23: a lifetime that is set on the first turn only would have ended by the last one.
     hold_s = 16

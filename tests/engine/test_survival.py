@@ -12,8 +12,6 @@ import pytest
 from carryback_server.supervisor import Engines
 from pair import NAME, Client, Pair, document, eventually
 
-pytestmark = pytest.mark.timeout(400)
-
 
 def prompt(seed: int, sentences: int = 20) -> list[dict[str, Any]]:
     return [{"role": "user", "content": document(seed, sentences)}]
