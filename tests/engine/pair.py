@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,18 @@ class Pair:
             yield Client(self.session, router.url)
         finally:
             await router.stop()
+
+    @contextmanager
+    def paused(self, *roles: str) -> Iterator[None]:
+        """Stop engines for a while, so that others have the cores to themselves."""
+        groups = [self.engines.pid(role) for role in roles] if self.engines is not None else []
+        for group in groups:
+            os.killpg(group, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for group in groups:
+                os.killpg(group, signal.SIGCONT)
 
     def url(self, role: str) -> str:
         """An engine's base URL."""

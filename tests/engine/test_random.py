@@ -48,28 +48,29 @@ def edit(messages: Messages, answer: str, how: str, dice: random.Random) -> Mess
 
 
 async def check_history(
-    client: Client, edits: list[str], seed: int, *, baseline: Client | None = None
+    client: Client, edits: list[str], seed: int, *, tokens: int = TOKENS, is_cached: bool = False
 ) -> int:
     """Play a conversation and compare every answer with a full recompute; the tokens reused in all.
 
     Args:
-        baseline: who recomputes; the same engines unless given.
+        tokens: to generate for each answer.
+        is_cached: the engines have prefix caches, which a full recompute must not use.
     """
-    baseline = baseline or client
     dice = random.Random(seed)
     conversation = uuid.uuid4().hex
     messages: Messages = [
         {"role": "system", "content": document(seed, 3)},
         {"role": "user", "content": document(seed + 1, 10)},
     ]
-    answer = await client.chat(messages, conversation, tokens=TOKENS)
+    answer = await client.chat(messages, conversation, tokens=tokens)
     reused = 0
     for how in edits:
         messages = edit(messages, answer.text, how, dice)
-        answer = await client.chat(messages, conversation, tokens=TOKENS, stream=dice.random() < 0.5)
-        answer.assert_same(await baseline.chat(messages, reuse=False, tokens=TOKENS))
+        answer = await client.chat(messages, conversation, tokens=tokens, stream=dice.random() < 0.5)
+        salt = {"cache_salt": uuid.uuid4().hex} if is_cached else {}
+        answer.assert_same(await client.chat(messages, reuse=False, tokens=tokens, **salt))
         reused += answer.reuse.tokens
-        if how == "grow" and baseline is client:
+        if how == "grow" and not is_cached:
             assert answer.reuse.outcome == "hit"
     return reused
 
@@ -109,10 +110,11 @@ async def unverified(pair: Pair, tmp_path: Path) -> AsyncIterator[Client]:
         ],
     )
     mutant.argv[mutant.argv.index("--port") + 1] = str(http)
-    async with Engines([mutant], log_dir=tmp_path) as engines:
-        await engines.wait_ready()
-        async with pair.router([mutant.engine(), decode.engine()]) as client:
-            yield client
+    with pair.paused("prefill"):
+        async with Engines([mutant], log_dir=tmp_path) as engines:
+            await engines.wait_ready()
+            async with pair.router([mutant.engine(), decode.engine()]) as client:
+                yield client
 
 
 async def test_the_check_fails_without_verification(unverified: Client) -> None:
