@@ -71,13 +71,9 @@ class Engine:
         self._session = session
         self._metrics = metrics
         self.is_gone = False
-        self._is_up = False
+        self.is_up = False
         self._failed_probes = 0
         metrics.engine_up.labels(self.role, self.name).set(0)
-
-    @property
-    def is_up(self) -> bool:
-        return self._is_up
 
     @property
     def is_heard(self) -> bool:
@@ -193,18 +189,18 @@ class Engine:
             return False
         self._failed_probes = 0
         self.is_gone = False
-        if not self._is_up:
+        if not self.is_up:
             logger.info("%s engine %s is up", self.role, self.name)
-            self._is_up = True
+            self.is_up = True
             self._metrics.engine_up.labels(self.role, self.name).set(1)
         return False
 
     def mark_down(self, why: Exception) -> None:
         """Place nothing here until a probe succeeds."""
         self.is_gone = isinstance(why, aiohttp.ClientConnectorError) and why.errno == errno.ECONNREFUSED
-        if self._is_up:
+        if self.is_up:
             logger.warning("%s engine %s is down: %s %s", self.role, self.name, type(why).__name__, why)
-            self._is_up = False
+            self.is_up = False
             self._metrics.engine_up.labels(self.role, self.name).set(0)
 
 

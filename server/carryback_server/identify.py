@@ -47,6 +47,9 @@ def identify(headers: Mapping[str, str], body: Body, identifier: Identifier) -> 
     turn = _id(headers.get(wire.TURN_ID), wire.TURN_ID)
     step = _step(headers.get(wire.TURN_STEP))
     ends = headers.get(wire.CONVERSATION_END, "").strip().lower() == "true"
+    if conversation and turn and step:
+        # All is said, and the messages, the bulk of the body, need not be parsed.
+        return Who(conversation, parent, turn, step, ends=ends)
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return Who(conversation, parent, turn, step, ends=ends)

@@ -37,7 +37,6 @@ ENDPOINTS = {
     "/v1/chat/completions": "max_completion_tokens",
     "/v1/completions": "max_tokens",
 }
-MAX_REQUEST_ID = 256
 # An event that has not come this long after its answer's end will not come.
 EVENT_LOST_S = 60.0
 # How often a prefill engine that broke off is asked for its record, a probe's interval apart.
@@ -78,7 +77,6 @@ class Flight:
     """A decode whose `Held` event is to come."""
 
     conversation: Conversation
-    engine: Engine
     held: bool = False
     has_landed: bool = False
 
@@ -327,7 +325,7 @@ class Pipeline:
             if params:
                 prefilled.is_over = False
             if hold_s > 0:
-                self._flights[key] = Flight(trip.conversation, engine)
+                self._flights[key] = Flight(trip.conversation)
             try:
                 with engine.busy(trip.body.size):
                     answer = await self._begin(engine, trip.request.path, data, key)
@@ -458,9 +456,8 @@ def _headers(request: web.Request, who: Who) -> dict[str, str]:
         headers[wire.CARRYBACK_CONVERSATION] = who.conversation
     if who.turn:
         headers[wire.CARRYBACK_TURN] = who.turn
-    request_id = request.headers.get("X-Request-Id", "")
-    if 0 < len(request_id) <= MAX_REQUEST_ID and request_id.isascii() and request_id.isprintable():
-        headers["X-Request-Id"] = request_id
+    with suppress(ValueError):  # one that cannot be sent back is left out
+        headers["X-Request-Id"] = wire.check_id(request.headers.get("X-Request-Id", ""), "X-Request-Id")
     return headers
 
 
@@ -487,10 +484,7 @@ def _prefilled(answer: dict[str, Any], engine: Engine, had_record: bool, why_non
         return Prefilled(Reuse("miss", 0, "no_plugin"))
     if report["reason"] == "no_record" and not had_record:
         report["reason"] = why_none
-    reuse = Reuse(**report)
-    if not params.get("remote_block_ids"):
-        return Prefilled(reuse, {}, engine)
-    return Prefilled(reuse, params, engine)
+    return Prefilled(Reuse(**report), params if params.get("remote_block_ids") else {}, engine)
 
 
 def _excerpt(answer: Answer) -> str:
