@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 HELLO_TOPIC = b"hello"
 
 ReleaseReason = Literal["read", "expired", "asked"]
@@ -23,10 +23,14 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     Attributes:
         engine: the engine's id, new with every start.
         seq: number of the last other event that the engine has published.
+        pinned: KV blocks that it holds for absent readers now.
+        capacity: KV blocks that it has.
     """
 
     engine: str
     seq: int
+    pinned: int
+    capacity: int
 
 
 class Held(msgspec.Struct, tag="held", frozen=True):
@@ -40,7 +44,10 @@ class Held(msgspec.Struct, tag="held", frozen=True):
         tokens: tokens in the full blocks held (what a later prompt can reuse).
         blocks: KV blocks pinned.
         hold_s: seconds, from now, after which the engine lets go by itself.
-        record: the `kv_transfer_params`, JSON, that let a prefill engine read the blocks once.
+        record: the `kv_transfer_params`, JSON, that let a prefill engine read the blocks once, but for
+            `carryback.digests`.
+        digests: those, as bytes: 16 for each block. JSON wants them in base64.
+        pinned: KV blocks that the engine holds for absent readers now, these included.
     """
 
     engine: str
@@ -51,15 +58,22 @@ class Held(msgspec.Struct, tag="held", frozen=True):
     blocks: int
     hold_s: float
     record: bytes
+    digests: bytes
+    pinned: int
 
 
 class Released(msgspec.Struct, tag="released", frozen=True):
-    """The engine let go of what a `Held` event announced."""
+    """The engine let go of what a `Held` event announced.
+
+    Attributes:
+        pinned: KV blocks that it still holds for absent readers.
+    """
 
     engine: str
     seq: int
     key: str
     reason: ReleaseReason
+    pinned: int
 
 
 class Declined(msgspec.Struct, tag="declined", frozen=True):
