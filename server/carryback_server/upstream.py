@@ -1,0 +1,360 @@
+"""HTTP/1.1 to one engine, over kept connections: as little work for each streamed chunk as can be.
+
+The parser is llhttp (by `httptools`). A piece of an answer's body goes to whoever takes the answer in the
+same callback in which it was read from the socket, without a task being woken for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+
+# uvicorn, under vLLM, closes an idle connection after 5 s; ours must not be used any more by then.
+KEEPALIVE_S = 4.0
+# Of an answer that nobody takes; then no more of it is read from the socket.
+MAX_WAITING_BYTES = 2**20
+
+
+class UpstreamError(OSError):
+    """An exchange with an engine failed."""
+
+
+class ConnectFailed(UpstreamError):
+    """No connection. `is_refused`: nothing listens there."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"cannot connect ({error or type(error).__name__})")
+        refused = errno.ECONNREFUSED
+        # Several addresses, several errors: then there is only the text.
+        self.is_refused = getattr(error, "errno", None) == refused or f"[Errno {refused}]" in str(error)
+
+
+class BrokeOff(UpstreamError):
+    """The connection ended before the answer did, or what came is not HTTP."""
+
+
+class Reply:
+    """An engine's answer, from its headers on.
+
+    Its body is taken in one of three ways: `read()`, `read_some()` until it gives nothing, or `pipe()`.
+
+    Attributes:
+        status: of HTTP.
+        headers: by lower-case names.
+        is_complete: all of it has come.
+    """
+
+    def __init__(self, connection: _Connection) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.is_complete = False
+        self._connection = connection
+        self._error: UpstreamError | None = None
+        self._pieces: list[bytes] = []
+        self._waiting = 0
+        self._sink: Callable[[bytes], None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._last_piece = 0.0
+
+    @property
+    def content_type(self) -> str:
+        """As the engine says; JSON if it says nothing."""
+        return self.headers.get("content-type", "application/json")
+
+    async def read(self) -> bytes:
+        """The body, all of it.
+
+        Raises:
+            BrokeOff: it did not come to its end.
+        """
+        self._sink = self._keep
+        self._connection.resume()
+        while not self.is_complete:
+            await self._wait()
+        return self._take()
+
+    async def read_some(self) -> bytes:
+        """What has come of the body since the last call, at least one byte; nothing at its end.
+
+        Raises:
+            BrokeOff: it did not come to its end.
+        """
+        while not self._pieces and not self.is_complete:
+            await self._wait()
+        self._connection.resume()
+        return self._take()
+
+    async def pipe(self, sink: Callable[[bytes], None], idle_timeout_s: float) -> None:
+        """Give each piece of the body to `sink` as it comes, until the end.
+
+        Args:
+            sink: must not wait; what it raises ends the exchange.
+            idle_timeout_s: the longest time between two pieces, in seconds.
+
+        Raises:
+            BrokeOff: it did not come to its end.
+            TimeoutError: nothing came, or nothing was taken, for too long.
+        """
+        if waiting := self._take():
+            sink(waiting)
+        self._sink = sink
+        self._connection.resume()
+        self._last_piece = time.monotonic()
+        while not self.is_complete:
+            left = self._last_piece + idle_timeout_s - time.monotonic()
+            if left <= 0:
+                self.close()
+                raise TimeoutError
+            await self._wait(left)
+
+    def pause(self) -> None:
+        """Read no more from the socket for now."""
+        self._connection.pause()
+
+    def resume(self) -> None:
+        """Go on reading."""
+        self._last_piece = time.monotonic()
+        self._connection.resume()
+
+    def close(self) -> None:
+        """Be done with it. An answer that is not complete is broken off: the engine aborts the request."""
+        if not self.is_complete:
+            self._connection.abort()
+
+    # -- called by the connection
+
+    def body(self, piece: bytes) -> None:
+        """A piece of the body came."""
+        self._last_piece = time.monotonic()
+        if self._sink is not None:
+            self._sink(piece)
+            return
+        self._keep(piece)
+        self._wake()
+        if self._waiting > MAX_WAITING_BYTES:
+            self._connection.pause()
+
+    def end(self, error: UpstreamError | None = None) -> None:
+        """The body is complete, or will never be."""
+        self.is_complete = error is None
+        self._error = error
+        self._wake()
+
+    def _keep(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._waiting += len(piece)
+
+    def _take(self) -> bytes:
+        taken = b"".join(self._pieces)
+        self._pieces.clear()
+        self._waiting = 0
+        return taken
+
+    async def _wait(self, timeout_s: float | None = None) -> None:
+        if self._error is not None:
+            raise self._error
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            if timeout_s is None:
+                await self._waiter
+            else:
+                await asyncio.wait([self._waiter], timeout=timeout_s)
+        finally:
+            self._waiter = None
+        if self._error is not None:
+            raise self._error
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, one exchange at a time."""
+
+    def __init__(self, idle: list[_Connection]) -> None:
+        self._idle = idle
+        self._transport: Any = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._reply: Reply | None = None
+        self._headed: asyncio.Future[Reply] | None = None
+        self._framed = False
+        self.is_open = False
+        self.is_paused = False
+        self.idle_since = 0.0
+
+    async def exchange(self, head: bytes, body: bytes) -> Reply:
+        """Send a request; its answer, once the headers are there."""
+        self._reply = reply = Reply(self)
+        self._headed = asyncio.get_running_loop().create_future()
+        self._framed = False
+        self._transport.write(head + body if len(body) < 65536 else head)
+        if len(body) >= 65536:
+            self._transport.write(body)
+        try:
+            await self._headed
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self._headed = None
+        return reply
+
+    def pause(self) -> None:
+        if self.is_open and not self.is_paused:
+            self.is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.is_paused:
+            self.is_paused = False
+            if self.is_open:
+                self._transport.resume_reading()
+
+    def abort(self) -> None:
+        self.is_open = False
+        self._fail(BrokeOff("broke off"))
+        self._transport.abort()
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            # What a sink raises, too.
+            self._fail(BrokeOff(f"broke off ({error.__context__ or error})"))
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        if self in self._idle:
+            self._idle.remove(self)
+        if self._reply is not None and self._reply.status and not self._framed and exc is None:
+            self.on_message_complete()  # an answer that ends with its connection
+        else:
+            self._fail(BrokeOff(f"broke off ({exc or 'connection closed'})"))
+
+    def _fail(self, error: UpstreamError) -> None:
+        if self._headed is not None and not self._headed.done():
+            self._headed.set_exception(error)
+        elif self._reply is not None:
+            self._reply.end(error)
+        self._reply = None
+
+    # -- httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reply is not None:
+            lower = name.decode("latin-1").lower()
+            self._reply.headers[lower] = value.decode("latin-1")
+            if lower in ("content-length", "transfer-encoding"):
+                self._framed = True
+
+    def on_headers_complete(self) -> None:
+        if self._reply is None:
+            raise BrokeOff("an answer that nobody asked for")
+        self._reply.status = self._parser.get_status_code()
+        if self._headed is not None and not self._headed.done():
+            self._headed.set_result(self._reply)
+
+    def on_body(self, body: bytes) -> None:
+        if self._reply is not None:
+            self._reply.body(body)
+
+    def on_message_complete(self) -> None:
+        reply, self._reply = self._reply, None
+        if reply is None:
+            return
+        reply.end()
+        if self.is_open and self._parser.should_keep_alive():
+            self.resume()
+            self.idle_since = time.monotonic()
+            self._idle.append(self)
+        elif self.is_open:
+            self.is_open = False
+            self._transport.close()
+
+
+class Upstream:
+    """A client of one HTTP server.
+
+    Args:
+        url: `http://` or `https://`, host and port; a path before all paths is allowed.
+        connect_timeout_s: for a new connection, in seconds.
+        headers: sent with every request.
+
+    Raises:
+        ValueError: the URL is not one.
+    """
+
+    def __init__(self, url: str, *, connect_timeout_s: float, headers: Mapping[str, str] = {}) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url}: want http://host:port")
+        self._host, self._is_tls = parts.hostname, parts.scheme == "https"
+        self._port = parts.port or (443 if self._is_tls else 80)
+        self._tls = ssl.create_default_context() if self._is_tls else None
+        self._prefix = parts.path.rstrip("/")
+        self._connect_timeout_s = connect_timeout_s
+        self._headers = f"Host: {parts.netloc.rpartition('@')[2]}\r\n{_lines(headers)}"
+        self._idle: list[_Connection] = []
+
+    async def request(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = {}
+    ) -> Reply:
+        """Send a request; return when the answer's status and headers are there.
+
+        Cancelling it, or a timeout around it, breaks the exchange off.
+
+        Raises:
+            ConnectFailed: the engine never got it.
+            BrokeOff: the engine may have got it.
+        """
+        length = f"Content-Length: {len(body)}\r\n" if body or method == "POST" else ""
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{_lines(headers)}{length}\r\n"
+        connection = self._kept() or await self._connect()
+        return await connection.exchange(head.encode("latin-1"), body)
+
+    def close(self) -> None:
+        """Close the connections that are idle; those in use close with their exchange."""
+        for connection in list(self._idle):
+            connection.abort()
+        self._idle.clear()
+
+    def _kept(self) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()  # the one used last is the freshest
+            if connection.is_open and time.monotonic() - connection.idle_since < KEEPALIVE_S:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self._idle), self._host, self._port, ssl=self._tls
+                )
+        except (OSError, TimeoutError) as error:
+            raise ConnectFailed(error) from error
+        return connection
+
+
+def _lines(headers: Mapping[str, str]) -> str:
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
+        raise ValueError("a line break in a header")
+    return lines
