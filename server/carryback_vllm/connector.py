@@ -21,8 +21,9 @@ What it adds to `NixlPullConnector`, on both engines alike:
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,8 +38,8 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from carryback_vllm.cpu import calm_new_threads
-from carryback_vllm.events import Publisher
-from carryback_vllm.seal import SEALED_FIELDS, Sealer, block_count
+from carryback_vllm.events import KEY_VARIABLE, Publisher
+from carryback_vllm.seal import SEALED_FIELDS, Sealer
 from carryback_vllm.version import check_version
 
 if TYPE_CHECKING:
@@ -60,13 +61,21 @@ MAX_SPENT = 100_000
 # A read of a prompt's KV must be under way this long before the prefill engine's lease ends.
 # (For what a decode engine holds, stock code wants 5 s.)
 LEASE_MARGIN_S = 1.0
+# The share of its KV blocks that a decode engine holds for absent readers at most.
+MAX_PINNED = 0.9
 
 
 class CarrybackConnector(NixlPullConnector):
     """`NixlPullConnector` with verified reads, retention per request, and events.
 
-    Extra settings, in `kv_connector_extra_config`: `carryback_events`, the ZMQ address on which a decode
-    engine publishes.
+    Extra settings, in `kv_connector_extra_config`:
+
+    - `carryback_events`: the ZMQ address on which the engine publishes; each data-parallel rank takes the
+      port that is its rank further. With the environment variable `CARRYBACK_EVENTS_KEY`, only who has
+      that secret hears.
+    - `carryback_max_pinned`: the share of its KV blocks, 0 to 1, that a decode engine holds for absent
+      readers at most, 0.9 unless given. What would exceed it is not held. Routers have budgets of their
+      own; this is for when they fail. (Nothing is let go of early: it may be being read.)
 
     Raises:
         RuntimeError: unsupported vLLM, no key, or a setting that cannot work; says what to change.
@@ -100,10 +109,17 @@ class _Match:
 
 @dataclass
 class _Pin:
-    """Blocks that this engine holds for a reader."""
+    """Blocks that this engine holds for a reader.
+
+    Attributes:
+        key: the router's key, if a router hears of it.
+        expires: when the engine lets go by itself, on its own clock.
+        blocks: ids of the blocks.
+    """
 
     key: str | None
-    deadline: float
+    expires: float
+    blocks: list[int]
 
 
 class CarrybackScheduler(NixlPullConnectorScheduler):
@@ -116,17 +132,33 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         self._cannot_cut = _why_not_cut(vllm_config, kv_cache_config, self._hash_block_size)
         self._matches: dict[str, _Match] = {}
         self._pins: dict[str, _Pin] = {}
+        # How many pins hold a block. Requests with a common prefix may share blocks, which count once.
+        self._pinned: Counter[int] = Counter()
         self._asked: set[str] = set()
         # Records that were offered, by the holder and its request; and the live requests they came with.
         self._spent: OrderedDict[str, None] = OrderedDict()
         self._readers: dict[str, Request] = {}
-        assert vllm_config.kv_transfer_config is not None
-        address = vllm_config.kv_transfer_config.get_from_extra_config("carryback_events", None)
-        self._publisher = Publisher(address, engine_id) if address else None
         if vllm_config.cache_config.prefix_caching_hash_algo != "sha256_cbor":
             raise RuntimeError(
                 "carryback: engines must hash blocks alike; start both with "
                 "--prefix-caching-hash-algo sha256_cbor and the same PYTHONHASHSEED"
+            )
+        assert vllm_config.kv_transfer_config is not None
+        extra_config = vllm_config.kv_transfer_config.get_from_extra_config
+        share = extra_config("carryback_max_pinned", MAX_PINNED)
+        if not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise RuntimeError(f"carryback: carryback_max_pinned must be from 0 to 1, and is {share!r}")
+        capacity = kv_cache_config.num_blocks - 1  # block 0 is vLLM's placeholder
+        self._max_pinned = int(share * capacity)
+        address = extra_config("carryback_events", None)
+        self._publisher = None
+        if address:
+            self._publisher = Publisher(
+                # The index is the rank also where vLLM treats ranks as engines of their own (dense models).
+                address_of_rank(address, vllm_config.parallel_config.data_parallel_index),
+                engine_id,
+                capacity=capacity,
+                secret=os.environ.get(KEY_VARIABLE),
             )
         if self._cannot_cut:
             logger.warning("carryback: no KV is read back from decode to prefill: %s", self._cannot_cut)
@@ -208,9 +240,9 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         """Compare the record with the prompt, and cut it to the blocks that are the prompt's."""
         if not params.get("remote_block_ids"):
             return _Match(reason=params.pop("_carryback_refused", "no_record"))
-        common = self._sealer.common_blocks(params, request.block_hashes)
+        common, held = self._sealer.common_blocks(params, request.block_hashes)
         if params.get("do_remote_prefill"):
-            return self._match_prompt(request, params, common)
+            return self._match_prompt(request, params, common, held)
         if self._cannot_cut:
             return _Match(reason="unsupported_layout")
         if params["carryback"].get("block_size") != self._hash_block_size or (
@@ -218,7 +250,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         ):
             return _Match(reason="layouts_differ")
         # At least one token is left to compute: its logits are the answer.
-        usable = min(block_count(params), (request.num_prompt_tokens - 1) // self._hash_block_size)
+        usable = min(held, (request.num_prompt_tokens - 1) // self._hash_block_size)
         blocks = min(common, usable)
         if blocks:
             params["remote_block_ids"] = [params["remote_block_ids"][0][:blocks]]
@@ -227,14 +259,14 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             return _Match(reason="too_short")
         return _Match(blocks, blocks == usable, "verified" if blocks == usable else "history_changed")
 
-    def _match_prompt(self, request: Request, params: dict[str, Any], common: int) -> _Match:
+    def _match_prompt(self, request: Request, params: dict[str, Any], common: int, held: int) -> _Match:
         """A decode engine reads a prompt's KV whole, or computes the prompt itself."""
         tokens = params.get("remote_num_tokens") or 0
         tail = self._tail(request, tokens)
         expected = self._get_remote_prefill_token_count(request.num_prompt_tokens)
         if (
             tokens == expected
-            and common == block_count(params) == tokens // self._hash_block_size
+            and common == held == tokens // self._hash_block_size
             and tail == params["carryback"]["tail"]
         ):
             return _Match(max(common, 1), True, "verified")
@@ -281,13 +313,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             if (match := self._matches.get(request_id)) is not None:
                 match.read_tokens, match.whole, match.reason = 0, False, "load_failed"
         for request_id in connector_output.finished_sending or ():
-            asked = request_id in self._asked
-            self._asked.discard(request_id)
-            pin = self._pins.pop(request_id, None)
-            if pin is None or pin.key is None or self._publisher is None:
-                continue
-            expired = time.perf_counter() >= pin.deadline
-            self._publisher.released(pin.key, "asked" if asked else "expired" if expired else "read")
+            self._unpin(request_id)
 
     # -- a request is finished
 
@@ -313,11 +339,13 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         hold_s = params.get("hold_s")
         if not isinstance(hold_s, int | float) or not math.isfinite(hold_s):
             hold_s = self._kv_lease_duration if is_prefill else self.decoder_kv_blocks_ttl
+        blocks = [block for group in block_ids for block in group if block]
         full_blocks = self._full_blocks_held(request, is_prefill)
         # A decode engine's record is worth holding only for what a later prompt can read of it.
         useful = is_prefill or (not self._cannot_cut and full_blocks > 0)
-        if hold and hold_s > 0 and useful:
-            self._pin(request, record, full_blocks, hold_s, is_prefill)
+        digests = b""
+        if hold and hold_s > 0 and useful and (is_prefill or self._has_room(blocks)):
+            digests = self._pin(request, record, blocks, full_blocks, hold_s, is_prefill)
         else:
             if hold:
                 self._reqs_need_send.pop(request.request_id, None)
@@ -330,13 +358,16 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         key = params.get("carryback_key")
         if not isinstance(key, str) or self._publisher is None:
             return hold, record
+        if hold:
+            del record["carryback"]["digests"]  # base64; the event has the bytes
         self._publisher.held(
             key,
             request.request_id,
             tokens=record.get("remote_num_tokens", 0),
-            blocks=sum(len(group) for group in block_ids) if hold else 0,
+            blocks=len(blocks) if hold else 0,
             hold_s=hold_s,
             record=msgspec.json.encode(record) if hold else b"",
+            digests=digests,
         )
         # The router has it from the event; a client has no use for block ids and addresses.
         return hold, None
@@ -350,15 +381,36 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         return min(tokens // self._hash_block_size, len(request.block_hashes))
 
+    def _has_room(self, blocks: list[int]) -> bool:
+        """Whether these blocks may be held, besides those that are."""
+        more = sum(block not in self._pinned for block in blocks)
+        if len(self._pinned) + more <= self._max_pinned:
+            return True
+        logger.warning_once(
+            "carryback: %d KV blocks are the most that this engine holds for conversations' next turns "
+            "(carryback_max_pinned), and there are more; give the routers a smaller pin budget",
+            self._max_pinned,
+        )
+        return False
+
     def _pin(
-        self, request: Request, record: dict[str, Any], full_blocks: int, hold_s: float, is_prefill: bool
-    ) -> None:
-        """Hold the request's blocks for a reader, and seal the record of them."""
+        self,
+        request: Request,
+        record: dict[str, Any],
+        blocks: list[int],
+        full_blocks: int,
+        hold_s: float,
+        is_prefill: bool,
+    ) -> bytes:
+        """Hold the request's blocks for a reader, and seal the record of them; the blocks' digests."""
         deadline = time.perf_counter() + hold_s
+        expires = deadline + (0 if is_prefill else READ_GRACE_S)
         key = request.kv_transfer_params.get("carryback_key")
         has_listener = not is_prefill and isinstance(key, str)
-        self._pins[request.request_id] = _Pin(key if has_listener else None, deadline)
-        self._reqs_need_send[request.request_id] = deadline + (0 if is_prefill else READ_GRACE_S)
+        self._pins[request.request_id] = _Pin(key if has_listener else None, expires, blocks)
+        self._pinned.update(blocks)
+        self._tell_pinned()
+        self._reqs_need_send[request.request_id] = expires
         record["remote_blocks_expiry_time"] = deadline
         record["remote_block_ids"] = [list(group) for group in record["remote_block_ids"]]
         if is_prefill:
@@ -368,12 +420,33 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             # Only full blocks have a hash to verify them by.
             record["remote_num_tokens"] = full_blocks * self._hash_block_size
             record["remote_block_ids"] = [record["remote_block_ids"][0][:full_blocks]]
+        digests = self._sealer.digests(request.block_hashes[:full_blocks])
         self._sealer.seal(
             record,
-            digests=self._sealer.digests(request.block_hashes[:full_blocks]),
+            digests=digests,
             tail=self._tail(request, record["remote_num_tokens"]) if is_prefill else "",
             block_size=self._hash_block_size,
         )
+        return digests
+
+    def _unpin(self, request_id: str) -> None:
+        """The scheduler frees a finished request's blocks now: they were read, or nobody may read them."""
+        asked = request_id in self._asked
+        self._asked.discard(request_id)
+        if (pin := self._pins.pop(request_id, None)) is None:
+            return
+        self._pinned.subtract(pin.blocks)
+        for block in pin.blocks:
+            if not self._pinned[block]:
+                del self._pinned[block]
+        self._tell_pinned()
+        if pin.key is not None and self._publisher is not None:
+            expired = time.perf_counter() >= pin.expires
+            self._publisher.released(pin.key, "asked" if asked else "expired" if expired else "read")
+
+    def _tell_pinned(self) -> None:
+        if self._publisher is not None:
+            self._publisher.pinned = len(self._pinned)
 
 
 class CarrybackWorker(NixlPullConnectorWorker):
@@ -413,6 +486,23 @@ class CarrybackWorker(NixlPullConnectorWorker):
             if beat + LEASE_MARGIN_S < deadline:
                 deadline = max(deadline, beat + self._lease_extension)
         return time.perf_counter() + LEASE_MARGIN_S >= deadline
+
+
+def address_of_rank(address: str, rank: int) -> str:
+    """Where a data-parallel rank publishes, given the engine's ZMQ address: the port plus the rank.
+
+    Raises:
+        RuntimeError: there are several ranks, and the address has no port.
+    """
+    if rank == 0:
+        return address
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        raise RuntimeError(
+            f"carryback: carryback_events is {address}; ranks of a data-parallel engine need an address "
+            "with a port, like tcp://127.0.0.1:5701"
+        )
+    return f"{host}:{int(port) + rank}"
 
 
 def _why_not_cut(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, hash_block_size: int) -> str:

@@ -116,8 +116,9 @@ class Sealer:
         text = json.dumps(covered, sort_keys=True, separators=(",", ":"))
         return blake2b(text.encode(), key=self._key, digest_size=32, person=b"carryback mac").hexdigest()
 
-    def common_blocks(self, record: Mapping[str, Any], block_hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of an authentic record are blocks of the prompt with these hashes."""
+    def common_blocks(self, record: Mapping[str, Any], block_hashes: Sequence[bytes]) -> tuple[int, int]:
+        """How many leading blocks of an authentic record are blocks of the prompt with these hashes, and
+        how many full blocks it has."""
         held = base64.b64decode(record["carryback"]["digests"])
         own = self.digests(block_hashes[: len(held) // DIGEST_BYTES])
         common = 0
@@ -125,9 +126,4 @@ class Sealer:
             common < len(own) and held[common : common + DIGEST_BYTES] == own[common : common + DIGEST_BYTES]
         ):
             common += DIGEST_BYTES
-        return common // DIGEST_BYTES
-
-
-def block_count(record: Mapping[str, Any]) -> int:
-    """Full blocks that an authentic record holds."""
-    return len(base64.b64decode(record["carryback"]["digests"])) // DIGEST_BYTES
+        return common // DIGEST_BYTES, len(held) // DIGEST_BYTES

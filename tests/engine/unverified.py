@@ -6,13 +6,13 @@ from types import MethodType
 from typing import Any
 
 from carryback_vllm.connector import CarrybackConnector, CarrybackScheduler, _Match
-from carryback_vllm.seal import block_count
 
 
 def trusting_match(self: CarrybackScheduler, request: Any, params: dict[str, Any]) -> _Match:
     if params.get("do_remote_prefill") or not params.get("remote_block_ids"):
         return CarrybackScheduler._match(self, request, params)
-    blocks = min(block_count(params), (request.num_prompt_tokens - 1) // self._hash_block_size)
+    _, held = self._sealer.common_blocks(params, ())
+    blocks = min(held, (request.num_prompt_tokens - 1) // self._hash_block_size)
     params["remote_block_ids"] = [params["remote_block_ids"][0][:blocks]]
     params["remote_num_tokens"] = blocks * self._hash_block_size
     return _Match(blocks, True, "verified")

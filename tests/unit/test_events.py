@@ -1,0 +1,154 @@
+"""The engine's publisher: what subscribers hear, over real sockets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+from carryback.wire import events
+from carryback.wire.curve import key_pair
+from carryback_vllm.events import HELLO_INTERVAL_S, Publisher
+
+WITHIN_MS = 20_000
+
+
+@pytest.fixture
+def address() -> str:
+    with zmq.Context() as context, context.socket(zmq.PUB) as probe:
+        port = probe.bind_to_random_port("tcp://127.0.0.1")
+    return f"tcp://127.0.0.1:{port}"
+
+
+@contextmanager
+def publisher(address: str, secret: str | None = None) -> Iterator[Publisher]:
+    made = Publisher(address, "engine", capacity=100, secret=secret)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class Subscriber:
+    """Hears what an engine publishes: `hello`, and the events of one router."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        *,
+        router: str = "",
+        secret: str | None = None,
+        own: tuple[bytes, bytes] | None = None,
+    ) -> None:
+        self.socket = context.socket(zmq.SUB)
+        if secret is not None:
+            public, private = key_pair(secret)
+            self.socket.curve_serverkey = public
+            self.socket.curve_publickey, self.socket.curve_secretkey = own or (public, private)
+        self.socket.subscribe(router.encode())
+        self.socket.subscribe(events.HELLO_TOPIC)
+        self.socket.connect(address)
+
+    def next(self, kind: type[events.Event], timeout_ms: int = WITHIN_MS) -> events.Event | None:
+        """The next event of a kind; None if there is none in time."""
+        deadline = time.monotonic() + timeout_ms / 1000
+        while self.socket.poll(max(int((deadline - time.monotonic()) * 1000), 0)):
+            event = events.decode(self.socket.recv_multipart()[-1])
+            if isinstance(event, kind):
+                return event
+        return None
+
+
+@pytest.fixture
+def subscribe(address: str) -> Iterator[Callable[..., Subscriber]]:
+    with zmq.Context() as context:
+        made: list[Subscriber] = []
+
+        def connect(**options: object) -> Subscriber:
+            made.append(Subscriber(context, address, **options))  # type: ignore[arg-type]
+            return made[-1]
+
+        yield connect
+        for each in made:
+            each.socket.close(linger=0)
+
+
+def test_all_that_is_announced_is_heard(address: str, subscribe: Callable[..., Subscriber]) -> None:
+    with publisher(address) as engine:
+        router = subscribe()
+        assert router.next(events.Hello) == events.Hello("engine", 0, pinned=0, capacity=100)
+        engine.pinned = 7
+        engine.held("key", "request", 64, 7, 12.5, b'{"a":1}', b"\xff" * 32)
+        expected = events.Held("engine", 1, "key", "request", 64, 7, 12.5, b'{"a":1}', b"\xff" * 32, 7)
+        assert router.next(events.Held) == expected
+        assert router.next(events.Hello) == events.Hello("engine", 1, pinned=7, capacity=100)
+        engine.pinned = 0
+        engine.released("key", "read")
+        assert router.next(events.Released) == events.Released("engine", 2, "key", "read", 0)
+        engine.declined("key", "unverified")
+        assert router.next(events.Declined) == events.Declined("engine", 3, "key", "unverified")
+        assert router.next(events.Hello) == events.Hello("engine", 3, pinned=0, capacity=100)
+
+
+def test_what_is_held_for_nobody_in_particular_is_in_the_hello(
+    address: str, subscribe: Callable[..., Subscriber]
+) -> None:
+    with publisher(address) as engine:
+        router = subscribe()
+        assert router.next(events.Hello)
+        engine.pinned = 5  # as on a prefill engine, which announces nothing
+        for _ in range(2):
+            heard = router.next(events.Hello)
+        assert heard == events.Hello("engine", 0, pinned=5, capacity=100)
+
+
+def test_one_router_is_heard_of_while_another_is_busy(
+    address: str, subscribe: Callable[..., Subscriber]
+) -> None:
+    with publisher(address) as engine:
+        idle = subscribe(router="idle.")
+        assert idle.next(events.Hello)
+        busy_until = time.monotonic() + 6 * HELLO_INTERVAL_S
+        heard = 0
+        while time.monotonic() < busy_until:
+            engine.declined("busy.1", "unverified")
+            time.sleep(HELLO_INTERVAL_S / 50)
+            heard += idle.next(events.Hello, timeout_ms=0) is not None
+        assert heard >= 2
+        assert idle.next(events.Declined, timeout_ms=0) is None
+
+
+def test_only_who_has_the_key_hears(address: str, subscribe: Callable[..., Subscriber]) -> None:
+    with publisher(address, secret="right"):
+        stranger = zmq.curve_keypair()
+        without = [
+            subscribe(),
+            subscribe(secret="wrong"),
+            # It knows the engine's public key, which is no secret, and has a key pair of its own.
+            subscribe(secret="right", own=stranger),
+        ]
+        router = subscribe(secret="right")
+        for _ in range(4):  # long enough for all that could hear
+            assert isinstance(router.next(events.Hello), events.Hello)
+        assert [each.next(events.Hello, timeout_ms=100) for each in without] == [None, None, None]
+
+
+def test_who_expects_a_key_hears_no_engine_without(
+    address: str, subscribe: Callable[..., Subscriber]
+) -> None:
+    with publisher(address):
+        router = subscribe(secret="right")
+        anybody = subscribe()
+        for _ in range(4):
+            assert anybody.next(events.Hello)
+        assert router.next(events.Hello, timeout_ms=100) is None
+
+
+@pytest.mark.parametrize("secret", [None, "right"])
+def test_an_address_in_use_is_named(address: str, secret: str | None) -> None:
+    with publisher(address), pytest.raises(RuntimeError, match="set carryback_events") as refused:
+        Publisher(address, "other", capacity=1, secret=secret)
+    assert address in str(refused.value)
