@@ -110,9 +110,7 @@ class Records:
             self._release(older)
         conversation.record = record
         self._by_key[record.held.key] = conversation
-        self._metrics.held_records.inc()
-        self._metrics.held_tokens.inc(record.held.tokens)
-        self._metrics.held_blocks.inc(record.held.blocks)
+        self._metrics.held(record.engine.name, 1, record.held.tokens, record.held.blocks)
 
     def delete(self, conversation_id: str) -> Record | None:
         """Forget a conversation; its record, which the caller releases."""
@@ -145,7 +143,5 @@ class Records:
         if record is not None:
             conversation.why_none = why
             del self._by_key[record.held.key]
-            self._metrics.held_records.dec()
-            self._metrics.held_tokens.dec(record.held.tokens)
-            self._metrics.held_blocks.dec(record.held.blocks)
+            self._metrics.held(record.engine.name, -1, -record.held.tokens, -record.held.blocks)
         return record

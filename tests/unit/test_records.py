@@ -79,10 +79,13 @@ class RecordsLife(RuleBasedStateMachine):
         there = [each.record.held.key for each in self.records if each.record is not None]
         every = there + self.gone + self.released
         assert len(every) == len(set(every)) == self.made
+        assert self.total("carryback_held_records") == len(there)
+        assert self.total("carryback_held_tokens") == 64 * len(there)
+        assert self.total("carryback_held_blocks") == 2 * len(there)
+
+    def total(self, name: str) -> float:
         value = self.metrics.registry.get_sample_value
-        assert value("carryback_held_records") == len(there)
-        assert value("carryback_held_tokens") == 64 * len(there)
-        assert value("carryback_held_blocks") == 2 * len(there)
+        return sum(value(name, {"engine": engine.name}) or 0 for engine in self.engines)
 
 
 TestRecords = RecordsLife.TestCase
