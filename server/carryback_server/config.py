@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -21,13 +33,18 @@ from pydantic_settings import (
 
 
 class EngineConfig(BaseModel):
-    """One vLLM engine, as the router reaches it.
+    """One vLLM engine, or several that share a name in DNS or one server, as the router reaches them.
 
     Attributes:
         role: `prefill` or `decode`.
-        url: base URL of its OpenAI server, e.g. `http://127.0.0.1:8100`.
+        url: base URL of its OpenAI server, e.g. `http://127.0.0.1:8100` or `http://[::1]:8100`.
         events: ZMQ address of its event publisher, e.g. `tcp://127.0.0.1:8101`.
         name: shown in logs and metrics; the URL's host and port unless given.
+        dns: the URL's host is a name of many addresses, each of them an engine. It is resolved again every
+            `dns_interval_s`. The host in `events` is replaced by the same address.
+        data_parallel_size: vLLM's ranks behind this URL. Each is an engine of its own, `<name>#<rank>`, and
+            publishes its events on the port in `events` plus its rank.
+        api_key: sent to it as a bearer token, instead of `engine_api_key`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -36,6 +53,83 @@ class EngineConfig(BaseModel):
     url: str
     events: str
     name: str = ""
+    dns: bool = False
+    data_parallel_size: int = Field(1, gt=0)
+    api_key: SecretStr | None = None
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        _check_address(url, ("http", "https"), "http://127.0.0.1:8100")
+        return url.rstrip("/")
+
+    @field_validator("events")
+    @classmethod
+    def _check_events(cls, events: str) -> str:
+        if not events.startswith("ipc://"):
+            _check_address(events, ("tcp",), "tcp://127.0.0.1:8101")
+            if urlsplit(events).port is None:
+                raise ValueError("the port is missing: want an address such as tcp://127.0.0.1:8101")
+        return events
+
+    @model_validator(mode="after")
+    def _check_many(self) -> Self:
+        if (self.dns or self.data_parallel_size > 1) and not self.events.startswith("tcp://"):
+            raise ValueError("events of several engines need a tcp:// address")
+        if self.dns and self.name:
+            raise ValueError("name cannot be set with dns: each address is an engine with a name of its own")
+        if self.dns and self.url.startswith("https://"):
+            raise ValueError(
+                "dns needs http://: certificates are for names, and the engines are reached by address"
+            )
+        return self
+
+
+def _check_address(value: str, schemes: tuple[str, ...], example: str) -> None:
+    scheme, _, rest = value.rpartition("://")
+    netloc = rest.partition("/")[0]
+    if netloc.count(":") > 1 and "[" not in netloc:
+        host, _, port = netloc.rpartition(":")
+        fixed = f"[{host}]:{port}" if _is_ip(host) else f"[{netloc}]"
+        raise ValueError(f"an IPv6 address has to be in brackets: {scheme or schemes[0]}://{fixed}")
+    parts = urlsplit(value)
+    if parts.scheme not in schemes or not parts.hostname or parts.port == 0:
+        raise ValueError(f"want an address such as {example}")
+    if "@" in netloc or parts.query or parts.fragment:
+        raise ValueError("nothing but host, port and path may be in it; a key goes into api_key")
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _separated(value: object) -> object:
+    return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
+# A list of words without commas or spaces; a string is split at both.
+Separated = Annotated[list[str], NoDecode, BeforeValidator(_separated)]
+
+# Settings whose values are not shown, also not where they are wrong.
+SECRETS = frozenset({"engine_api_key", "api_keys", "api_key", "events_key"})
+
+
+def _check_names(engines: list[EngineConfig]) -> list[EngineConfig]:
+    seen = set()
+    for engine in engines:
+        key = (engine.role, engine.name or urlsplit(engine.url).netloc)
+        if key in seen:
+            raise ValueError(f"there are two {key[0]} engines {key[1]}; give one of them another name")
+        seen.add(key)
+    return engines
+
+
+# Engines that can be told apart.
+Engines = Annotated[list[EngineConfig], AfterValidator(_check_names)]
 
 
 class RouterConfig(BaseModel, extra="forbid"):
@@ -43,9 +137,13 @@ class RouterConfig(BaseModel, extra="forbid"):
 
     host: str = "127.0.0.1"
     port: int = 8000
-    engines: list[EngineConfig] = []
-    engine_api_key: str | None = None
+    engines: Engines = []
+    engine_api_key: str | None = Field(None, repr=False)
     "Sent to the engines as a bearer token."
+    events_key: SecretStr | None = None
+    "The secret that engines and routers share for the events; they are open to all without one."
+    dns_interval_s: float = Field(10.0, gt=0)
+    "Between two resolutions of the engines' names that have `dns`."
 
     max_body_bytes: int = Field(64 * 1024 * 1024, gt=0)
     connect_timeout_s: float = Field(5.0, gt=0)
@@ -57,6 +155,23 @@ class RouterConfig(BaseModel, extra="forbid"):
     "Between two bytes of an answer."
     probe_interval_s: float = Field(1.0, gt=0)
     "Between two health probes of an engine."
+    probe_timeout_s: float = Field(10.0, gt=0)
+    release_timeout_s: float = Field(30.0, gt=0)
+    "For an engine to take a release, a withdrawal, or a trial after its ejection."
+    drain_timeout_s: float = Field(600.0, ge=0)
+    "How long an engine that is no longer configured is kept for what it does and holds."
+    ejection_failures: int = Field(5, gt=0)
+    "Requests in a row that fail (5xx, timeouts, broken connections) until an engine is ejected."
+    ejection_s: float = Field(10.0, gt=0)
+    "How long for, the first time; doubled with each further one."
+    ejection_max_s: float = Field(300.0, gt=0)
+    "At most; an engine that works for so long starts from `ejection_s` again."
+    ejection_max_share: float = Field(0.5, ge=0, lt=1)
+    "Of a role's engines that are up, ejected at once; so never the last one."
+    overload_factor: float = Field(2.0, ge=1)
+    "Times the others' mean load, from which on a decode engine does not get the conversations it holds."
+    overload_slack_tokens: int = Field(32_768, ge=0)
+    "Load beyond that which overloads nobody, so that conversations stay where they are on idle engines."
     held_event_wait_s: float = Field(2.0, ge=0)
     "How long the next turn waits for the event that says where the last turn's KV is, if it is late."
 
@@ -184,4 +299,7 @@ def _explain(error: ErrorDetails, settings: type[BaseModel], file: Path | None) 
         near = difflib.get_close_matches(name, settings.model_fields, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return f"{file or 'settings'}: unknown setting {name!r}{hint}"
-    return f"setting {name!r}: {error['msg']} (got {error['input']!r})"
+    # Of a group of settings, one may be a secret.
+    is_hidden = isinstance(error["input"], dict | list | BaseModel) or not SECRETS.isdisjoint(error["loc"])
+    got = "" if is_hidden else f" (got {error['input']!r})"
+    return f"setting {name!r}: {error['msg']}{got}"

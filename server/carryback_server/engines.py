@@ -1,36 +1,34 @@
-"""The engines: are they up, how busy are they, and what do they say they hold."""
+"""One engine: is it up, does it work, how busy is it, and what does it say it holds."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
 
-import aiohttp
 import msgspec
-import zmq
-import zmq.asyncio
 from carryback.wire import events
+from pydantic import SecretStr
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from carryback_server.config import EngineConfig, RouterConfig
+from carryback_server.config import RouterConfig
+from carryback_server.ejection import Ejection
 from carryback_server.errors import ApiError
 from carryback_server.metrics import Metrics
+from carryback_server.upstream import ConnectFailed, Reply, Upstream, UpstreamError
 
 logger = logging.getLogger("carryback")
 
-PROBE_TIMEOUT_S = 10.0
 PROBES_FAILED = 3
-RELEASE_TIMEOUT_S = 30.0
-# uvicorn, under vLLM, closes an idle connection after 5 s; ours must be closed before.
-KEEPALIVE_S = 4.0
 HELLO_LOST_S = 5.0
+
+Role = Literal["prefill", "decode"]
+State = Literal["up", "down", "ejected", "draining"]
 
 
 class EngineDown(Exception):
@@ -39,84 +37,230 @@ class EngineDown(Exception):
     Attributes:
         is_timeout: it took longer than it may.
         is_over: the engine does nothing for the request, for certain: it never got it, or has ended it.
+        is_own: it is the engine's own fault. Not if it could not read from another one, so far as one knows.
     """
 
     def __init__(
-        self, engine: Engine, message: str, *, is_timeout: bool = False, is_over: bool = False
+        self,
+        engine: Engine,
+        message: str,
+        *,
+        is_timeout: bool = False,
+        is_over: bool = False,
+        is_own: bool = True,
     ) -> None:
         super().__init__(f"{engine.role} engine {engine.name}: {message}")
         self.is_timeout = is_timeout
         self.is_over = is_over
+        self.is_own = is_own
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where one engine is: an address, and a rank of the engines behind it.
+
+    Attributes:
+        name: in logs, metrics and records: host and port, IPv6 in brackets, then `#<rank>`.
+        rank: among data-parallel engines; None if there is one.
+    """
+
+    role: Role
+    name: str
+    url: str
+    events: str
+    rank: int | None = None
+    api_key: SecretStr | None = None
+
+
+class Visit:
+    """One request at an engine, from `Engine.busy`, as a context. How it ends says how well the engine is.
+
+    An `EngineDown` that is the engine's own fault, or an `UpstreamError`, is a failure; an end without an
+    exception is a success. Any other exception, a client's leaving too, says nothing.
+    """
+
+    def __init__(self, engine: Engine, tokens: int) -> None:
+        self._engine = engine
+        self._tokens = tokens
+        self._has_failed = False
+
+    def update(self, tokens: int) -> None:
+        """Correct how many tokens it is."""
+        self._engine.load += tokens - self._tokens
+        self._tokens = tokens
+
+    def fail(self) -> None:
+        """The engine failed, though it raises nothing: an answer that broke off after its first byte."""
+        self._has_failed = True
+
+    def __enter__(self) -> Visit:
+        self._engine.load += self._tokens
+        self._engine.in_flight += 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.update(0)
+        self._engine.in_flight -= 1
+        is_own = error.is_own if isinstance(error, EngineDown) else isinstance(error, UpstreamError)
+        if is_own or self._has_failed:
+            self._engine.failed("timeout" if getattr(error, "is_timeout", False) else "failure")
+        elif error is None:
+            self._engine.ejection.succeeded()
 
 
 class Engine:
-    """One vLLM engine.
+    """One vLLM engine, or one rank of a data-parallel one.
+
+    Args:
+        may_eject: asked before this engine is ejected for the failures of its requests.
 
     Attributes:
         run: the engine's id for its connector, new with every start; empty until it said one.
         is_up: it answered the last probe, and no request failed to connect since.
         is_gone: nothing listens at its address: its process has ended.
-        load: bytes of request bodies at the engine now, the measure of how busy it is.
+        is_drained: an operator wants nothing new to be placed here.
+        left: when it was taken out of the configuration, on the monotonic clock; None if it is in it.
+        load: tokens of the prompts at the engine now, the measure of how busy it is.
+        in_flight: requests at the engine now.
+        pinned: KV blocks that it holds for absent readers, for all routers, as it says.
+        capacity: KV blocks that it has; 0 until it said so.
     """
 
-    def __init__(self, config: EngineConfig, session: aiohttp.ClientSession, metrics: Metrics) -> None:
-        self.role = config.role
-        self.url = config.url.rstrip("/")
-        self.events = config.events
-        self.name = config.name or urlsplit(config.url).netloc
+    def __init__(
+        self, site: Site, config: RouterConfig, metrics: Metrics, may_eject: Callable[[Engine], bool]
+    ) -> None:
+        self.site = site
+        self.role = site.role
+        self.name = site.name
         self.run = ""
         self.models: list[str] = []
-        self.load = 0
-        self.last_event = -math.inf
-        self._session = session
-        self._metrics = metrics
-        self.is_gone = False
         self.is_up = False
+        self.is_gone = False
+        self.is_drained = False
+        self.left: float | None = None
+        self.load = 0
+        self.in_flight = 0
+        self.pinned = 0
+        self.capacity = 0
+        self.ejection = Ejection(
+            failures=config.ejection_failures, first_s=config.ejection_s, max_s=config.ejection_max_s
+        )
+        self._config = config
+        self._metrics = metrics
+        self._gauges = metrics.engine(site.role, site.name)
+        self._may_eject = may_eject
+        self._last_event = -math.inf
+        self._seq = 0
         self._failed_probes = 0
-        metrics.engine_up.labels(self.role, self.name).set(0)
+        self._run_of_models = ""
+        self._upstream = Upstream(
+            site.url, connect_timeout_s=config.connect_timeout_s, headers=_headers(site, config)
+        )
 
     @property
     def is_heard(self) -> bool:
         """Its events arrive. What it holds is of no use otherwise, so it is not asked to hold anything."""
-        return time.monotonic() - self.last_event < HELLO_LOST_S
+        return time.monotonic() - self._last_event < HELLO_LOST_S
 
-    @contextmanager
-    def busy(self, size: int) -> Iterator[None]:
-        """Count a request of this many bytes as being at the engine."""
-        gauge = self._metrics.engine_in_flight.labels(self.role, self.name)
-        self.load += size
-        gauge.inc()
-        try:
-            yield
-        finally:
-            self.load -= size
-            gauge.dec()
+    @property
+    def is_draining(self) -> bool:
+        """Nothing new is placed here; what is here ends, and what it holds can be read."""
+        return self.is_drained or self.left is not None
+
+    @property
+    def state(self) -> State:
+        """In one word; requests are placed on an engine that is `up`."""
+        if self.is_draining:
+            return "draining"
+        if not self.is_up:
+            return "down"
+        return "ejected" if self.ejection.is_out else "up"
+
+    @property
+    def is_done(self) -> bool:
+        """It was taken out of the configuration, and nothing is left to be done for it."""
+        if self.left is None or self.in_flight:
+            return False
+        is_late = time.monotonic() - self.left >= self._config.drain_timeout_s
+        return is_late or not self.is_up or (self.is_heard and not self.pinned)
+
+    def view(self) -> dict[str, Any]:
+        """What an operator is shown; no secret is in it."""
+        return {
+            "role": self.role,
+            "name": self.name,
+            "url": self.site.url,
+            "state": self.state,
+            "load_tokens": self.load,
+            "in_flight": self.in_flight,
+            "pinned_blocks": self.pinned,
+            "capacity_blocks": self.capacity,
+            "models": self.models,
+            "events": self.is_heard,
+            "ejections": self.ejection.count,
+        }
+
+    def show(self) -> None:
+        """Bring its metrics up to date."""
+        self._gauges.up.set(self.is_up)
+        self._gauges.ejected.set(self.ejection.is_out)
+        self._gauges.draining.set(self.is_draining)
+        self._gauges.in_flight.set(self.in_flight)
+        self._gauges.load_tokens.set(self.load)
+        self._gauges.pinned_blocks.set(self.pinned)
+        self._gauges.capacity_blocks.set(self.capacity)
+
+    def busy(self, tokens: int) -> Visit:
+        """Count a request as being at the engine while in the context that this returns.
+
+        Args:
+            tokens: that the engine has to compute or keep for it.
+        """
+        return Visit(self, tokens)
+
+    def failed(self, why: Literal["timeout", "failure"]) -> None:
+        """A request failed by this engine's fault."""
+        if self.ejection.failed(lambda: self._may_eject(self)):
+            self._metrics.engine_ejections.labels(self.role, self.name, why).inc()
+            logger.warning(
+                "%s engine %s: %d requests in a row failed; nothing is sent to it for %g s",
+                self.role, self.name, self._config.ejection_failures, self.ejection.wait_s,
+            )  # fmt: skip
 
     async def post(
-        self, path: str, data: bytes, *, request_id: str, timeout_s: float
-    ) -> aiohttp.ClientResponse:
+        self,
+        path: str,
+        body: bytes,
+        *,
+        request_id: str,
+        timeout_s: float,
+        headers: Mapping[str, str] = {},
+    ) -> Reply:
         """Send a request; return when the answer's status and headers are there.
 
         Args:
             timeout_s: for that, in seconds.
+            headers: besides those that every request has.
 
         Raises:
             EngineDown: no connection, broken off, or too late.
         """
+        own = {"Content-Type": "application/json", "X-Request-Id": request_id}
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._session.post(
-                    self.url + path,
-                    data=data,
-                    headers={"Content-Type": "application/json", "X-Request-Id": request_id},
-                )
-        except aiohttp.ClientConnectorError as error:
+                return await self._upstream.request("POST", path, body, {**own, **headers})
+        except ConnectFailed as error:
             self.mark_down(error)
-            raise EngineDown(self, "cannot connect", is_over=True) from error
+            raise EngineDown(self, str(error), is_over=True) from error
+        except UpstreamError as error:
+            raise EngineDown(self, str(error)) from error
         except TimeoutError as error:
             raise EngineDown(self, f"no answer within {timeout_s:g} s", is_timeout=True) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineDown(self, f"broke off ({type(error).__name__})") from error
 
     async def get(self, path: str) -> tuple[int, str, bytes]:
         """A small GET: status, content type, body.
@@ -125,11 +269,10 @@ class Engine:
             ApiError: 502, the engine did not answer.
         """
         try:
-            timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
-            async with self._session.get(self.url + path, timeout=timeout) as response:
-                return response.status, response.headers.get("Content-Type", ""), await response.read()
-        except (aiohttp.ClientError, OSError) as error:
+            reply, content = await self._ask("GET", path, timeout_s=self._config.probe_timeout_s)
+        except OSError as error:
             raise ApiError(502, f"engine {self.name} did not answer", code="engine_failed") from error
+        return reply.status, reply.content_type, content
 
     async def release(self, request_ids: list[str]) -> bool:
         """Make the engine let go of what it holds for these requests; whether it was told."""
@@ -141,48 +284,64 @@ class Engine:
         return await self._tell({**msgspec.json.decode(record), "carryback_withdraw": True})
 
     async def _tell(self, params: dict[str, Any]) -> bool:
-        """Have the engine's plug-in act on `kv_transfer_params`, by a completion of one token that carries
-        them; see `carryback_vllm.connector`."""
-        body: dict[str, Any] = {
-            "model": self.models[0] if self.models else "",
-            "prompt": [0],
-            "max_tokens": 1,
-            "kv_transfer_params": {**params, "hold_s": 0},
-        }
+        """Have the engine's plug-in act on `kv_transfer_params`; see `carryback_vllm.connector`."""
         try:
             async for attempt in AsyncRetrying(
                 stop=stop_after_attempt(3),
                 wait=wait_exponential(0.2),
-                retry=retry_if_exception_type((aiohttp.ClientError, OSError)),
+                retry=retry_if_exception_type(OSError),
                 reraise=True,
             ):
                 with attempt:
-                    timeout = aiohttp.ClientTimeout(total=RELEASE_TIMEOUT_S)
-                    async with self._session.post(
-                        f"{self.url}/v1/completions", json=body, timeout=timeout
-                    ) as response:
-                        response.raise_for_status()
-        except (aiohttp.ClientError, OSError) as error:
-            logger.warning("%s engine %s: cannot let go of KV (%s)", self.role, self.name, error)
+                    await self._complete(params)
+        except OSError as error:
+            logger.warning("%s engine %s: cannot let go of KV (%s)", self.role, self.name, _said(error))
             self._metrics.releases.labels(self.role, "failed").inc()
             return False
         self._metrics.releases.labels(self.role, "done").inc()
         return True
 
-    async def probe(self) -> bool:
-        """Ask the engine whether it is well; whether nothing listens there any more."""
-        timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
+    async def _complete(self, params: dict[str, Any]) -> None:
+        """A completion of one token, of which nothing is held.
+
+        Raises:
+            OSError: it did not work.
+        """
+        body = msgspec.json.encode(
+            {
+                "model": self.models[0] if self.models else "",
+                "prompt": [0],
+                "max_tokens": 1,
+                "kv_transfer_params": {**params, "hold_s": 0},
+            }
+        )
+        self.in_flight += 1  # an engine that was taken out is not forgotten meanwhile
         try:
-            async with self._session.get(f"{self.url}/health", timeout=timeout) as response:
-                response.raise_for_status()
-            if not self.models:
-                async with self._session.get(f"{self.url}/v1/models", timeout=timeout) as response:
-                    listing = await response.json()
+            reply, content = await self._ask(
+                "POST", "/v1/completions", body, timeout_s=self._config.release_timeout_s
+            )
+        finally:
+            self.in_flight -= 1
+        if reply.status != 200:
+            raise OSError(f"status {reply.status}: {content[:200].decode(errors='replace')}")
+
+    async def probe(self) -> bool:
+        """Ask the engine whether it is well, and try it if it was ejected for long enough.
+
+        Returns:
+            Whether nothing listens there any more.
+        """
+        try:
+            await self._check("/health")
+            if not self.is_up or self._run_of_models != self.run:
+                run = self.run
+                listing = msgspec.json.decode(await self._check("/v1/models"))
                 self.models = [model["id"] for model in listing["data"]]
-        except aiohttp.ClientConnectorError as error:
+                self._run_of_models = run
+        except ConnectFailed as error:
             self.mark_down(error)
             return self.is_gone
-        except (aiohttp.ClientError, OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError) as error:
             self._failed_probes += 1
             if self._failed_probes >= PROBES_FAILED:
                 self.mark_down(error)
@@ -192,110 +351,85 @@ class Engine:
         if not self.is_up:
             logger.info("%s engine %s is up", self.role, self.name)
             self.is_up = True
-            self._metrics.engine_up.labels(self.role, self.name).set(1)
+        if self.ejection.is_due:
+            await self._try()
         return False
 
     def mark_down(self, why: Exception) -> None:
         """Place nothing here until a probe succeeds."""
-        self.is_gone = isinstance(why, aiohttp.ClientConnectorError) and why.errno == errno.ECONNREFUSED
+        self.is_gone = isinstance(why, ConnectFailed) and why.is_refused
         if self.is_up:
-            logger.warning("%s engine %s is down: %s %s", self.role, self.name, type(why).__name__, why)
+            logger.warning("%s engine %s is down: %s", self.role, self.name, _said(why))
             self.is_up = False
-            self._metrics.engine_up.labels(self.role, self.name).set(0)
 
+    def hear(self, event: events.Event) -> bool:
+        """Take in what an event says of the engine; whether the engine is a new run."""
+        now = time.monotonic()
+        is_new = event.engine != self.run
+        if is_new:
+            self.run = event.engine
+            self.pinned = 0
+            self.ejection.reset()
+        elif now - self._last_event >= HELLO_LOST_S:
+            # Between two events that arrive, other routers' are published, whose number says nothing.
+            # While none arrived at all, not even a hello, some may have been for this router.
+            published = event.seq - self._seq - (not isinstance(event, events.Hello))
+            self._metrics.engine_events_missed.labels(self.role, self.name).inc(max(published, 0))
+        self._last_event = now
+        self._seq = event.seq
+        if not isinstance(event, events.Declined):
+            self.pinned = event.pinned
+        if isinstance(event, events.Hello):
+            self.capacity = event.capacity
+        return is_new
 
-class Pool:
-    """All engines, probed and listened to.
+    def close(self) -> None:
+        """Close the connections that are idle."""
+        self._upstream.close()
 
-    Args:
-        router_id: the prefix of this router's request keys.
-        on_event: called with each `Held`, `Released` or `Declined` event for this router.
-        on_lost: called when an engine's KV is gone: it stopped, or is a new run (whose id is given).
-    """
+    async def _try(self) -> None:
+        try:
+            await self._complete({})
+        except OSError as error:
+            self.ejection.tried(False)
+            logger.warning(
+                "%s engine %s still fails (%s); nothing is sent to it for %g s",
+                self.role, self.name, _said(error), self.ejection.wait_s,
+            )  # fmt: skip
+        else:
+            self.ejection.tried(True)
+            logger.info("%s engine %s works again", self.role, self.name)
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        metrics: Metrics,
-        *,
-        router_id: str,
-        on_event: Callable[[Engine, events.Held | events.Released | events.Declined], None],
-        on_lost: Callable[[Engine, str | None], None],
-    ) -> None:
-        self._config = config
-        self._metrics = metrics
-        self._router_id = router_id
-        self._on_event = on_event
-        self._on_lost = on_lost
-        self._tasks: list[asyncio.Task[None]] = []
-        self.engines: list[Engine] = []
+    async def _check(self, path: str) -> bytes:
+        reply, content = await self._ask("GET", path, timeout_s=self._config.probe_timeout_s)
+        if reply.status != 200:
+            raise OSError(f"{path}: status {reply.status}")
+        return content
 
-    def of(self, role: str) -> list[Engine]:
-        """The engines of a role that are up."""
-        return [engine for engine in self.engines if engine.role == role and engine.is_up]
+    async def _ask(
+        self, method: str, path: str, body: bytes = b"", *, timeout_s: float
+    ) -> tuple[Reply, bytes]:
+        """One small exchange.
 
-    async def start(self) -> None:
-        """Connect, probe each engine once, and wait a moment for those that are up to be heard."""
-        key = self._config.engine_api_key
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {key}"} if key else None,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(
-                total=None,
-                sock_connect=self._config.connect_timeout_s,
-                sock_read=self._config.idle_timeout_s,
-            ),
-            auto_decompress=False,
-            read_bufsize=2**18,
-        )
-        self._context = zmq.asyncio.Context()
-        self.engines = [Engine(each, self._session, self._metrics) for each in self._config.engines]
-        self._tasks = [asyncio.create_task(self._listen(engine)) for engine in self.engines]
-        await asyncio.gather(*(engine.probe() for engine in self.engines))
-        self._tasks += [asyncio.create_task(self._watch(engine)) for engine in self.engines]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(HELLO_LOST_S):
-                while not all(engine.is_heard for engine in self.engines if engine.is_up):  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
-        for engine in self.engines:
-            if engine.is_up and not engine.is_heard:
-                logger.error(
-                    "%s engine %s: no events from %s; nothing will be reused",
-                    engine.role, engine.name, engine.events,
-                )  # fmt: skip
-
-    async def stop(self) -> None:
-        """End the probes and close all connections."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._context.destroy(linger=0)
-        await self._session.close()
-
-    async def _watch(self, engine: Engine) -> None:
-        while True:
-            await asyncio.sleep(self._config.probe_interval_s)
-            if await engine.probe():
-                self._on_lost(engine, None)
-
-    async def _listen(self, engine: Engine) -> None:
-        socket = self._context.socket(zmq.SUB)
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        # In this order: once a hello arrives, so does what is for us.
-        socket.subscribe(self._router_id.encode())
-        socket.subscribe(events.HELLO_TOPIC)
-        socket.connect(engine.events)
-        while True:
-            frames = await socket.recv_multipart()
+        Raises:
+            OSError: no answer, or none in time.
+        """
+        headers = {"Content-Type": "application/json"} if body else {}
+        async with asyncio.timeout(timeout_s):
+            reply = await self._upstream.request(method, path, body, headers)
             try:
-                event = events.decode(frames[-1])
-            except ValueError as error:
-                logger.warning("%s engine %s: %s", engine.role, engine.name, error)
-                continue
-            engine.last_event = time.monotonic()
-            if event.engine != engine.run:
-                engine.run = event.engine
-                self._on_lost(engine, event.engine)
-            if not isinstance(event, events.Hello):
-                self._on_event(engine, event)
+                return reply, await reply.read()
+            finally:
+                reply.close()
+
+
+def _headers(site: Site, config: RouterConfig) -> dict[str, str]:
+    key = site.api_key.get_secret_value() if site.api_key is not None else config.engine_api_key
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    if site.rank is not None:
+        headers["X-data-parallel-rank"] = str(site.rank)
+    return headers
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,252 @@
+"""All engines: where they are, probed and listened to, and which of them a request can go to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.asyncio
+from carryback.wire import curve, events
+
+from carryback_server.config import EngineConfig, RouterConfig
+from carryback_server.engines import HELLO_LOST_S, Engine, Role, Site
+from carryback_server.metrics import Metrics
+
+logger = logging.getLogger("carryback")
+
+# Probes of an engine that is up and not heard, until that is logged.
+PROBES_UNHEARD = 3
+
+
+class Pool:
+    """All engines.
+
+    Args:
+        router_id: the prefix of this router's request keys.
+        on_event: called with each `Held`, `Released` or `Declined` event for this router.
+        on_lost: called when an engine's KV is gone: it stopped, was taken out, or is a new run (whose id is
+            given).
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        metrics: Metrics,
+        *,
+        router_id: str,
+        on_event: Callable[[Engine, events.Held | events.Released | events.Declined], None],
+        on_lost: Callable[[Engine, str | None], None],
+    ) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._router_id = router_id
+        self._on_event = on_event
+        self._on_lost = on_lost
+        self._configured = config.engines
+        self._addresses: dict[str, list[str]] = {}
+        self._applying = asyncio.Lock()
+        self._minders: dict[Engine, asyncio.Task[None]] = {}
+        self._resolver: asyncio.Task[None] | None = None
+
+    @property
+    def engines(self) -> list[Engine]:
+        """All engines, those that are down, ejected or about to leave as well."""
+        return list(self._minders)
+
+    def of(self, role: Role) -> list[Engine]:
+        """The engines of a role that a request can go to."""
+        up = [each for each in self._minders if each.role == role and each.is_up and not each.is_draining]
+        # Rather one that fails requests than none.
+        return [each for each in up if not each.ejection.is_out] or up
+
+    def find(self, name: str, role: Role = "decode") -> Engine | None:
+        """The engine of this name."""
+        found = [each for each in self._minders if each.name == name and each.role == role]
+        return next((each for each in found if each.left is None), found[-1] if found else None)
+
+    def drain(self, name: str) -> bool:
+        """Place nothing new on an engine; whether there is one of this name."""
+        return self._set_drained(name, True)
+
+    def undrain(self, name: str) -> bool:
+        """Place requests on an engine again; whether there is one of this name."""
+        return self._set_drained(name, False)
+
+    async def start(self) -> None:
+        """Connect, probe each engine once, and wait a moment for those that are up to be heard."""
+        self._context = zmq.asyncio.Context()
+        await self.apply(self._configured)
+        self._resolver = asyncio.create_task(self._resolve_again())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HELLO_LOST_S):
+                while not all(engine.is_heard for engine in self._minders if engine.is_up):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        """End the probes and close all connections."""
+        tasks = [*self._minders.values(), *([self._resolver] if self._resolver is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    async def apply(self, engines: list[EngineConfig]) -> None:
+        """Take these engines and no others; return when the new ones are probed.
+
+        Those that stay keep their connections, load and what is known of them. Those that go are given
+        nothing new. They are forgotten once they are idle and hold nothing, else after `drain_timeout_s`.
+        """
+        async with self._applying:
+            self._configured = engines
+            await self._place(engines)
+
+    async def _place(self, engines: list[EngineConfig]) -> None:
+        sites: dict[tuple[Role, str], Site] = {}
+        for config in engines:
+            for site in await self._sites(config):
+                sites.setdefault((site.role, site.name), site)
+        wanted = set(sites.values())
+        for engine in self._minders:
+            if engine.site in wanted:
+                wanted.remove(engine.site)
+                engine.left = None
+            elif engine.left is None:
+                logger.info("%s engine %s was taken out", engine.role, engine.name)
+                engine.left = time.monotonic()
+        new = [
+            Engine(site, self._config, self._metrics, self._may_eject)
+            for site in sites.values()
+            if site in wanted
+        ]
+        for engine in new:
+            self._minders[engine] = asyncio.create_task(self._mind(engine))
+        await asyncio.gather(*(engine.probe() for engine in new))
+        for engine in new:
+            engine.show()
+
+    async def _sites(self, config: EngineConfig) -> list[Site]:
+        hosts: list[str | None] = [None]
+        if config.dns:
+            host, port = urlsplit(config.url).hostname, urlsplit(config.url).port
+            try:
+                found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except OSError as error:
+                logger.warning("%s engines %s: %s", config.role, config.url, error)
+            else:
+                self._addresses[config.url] = sorted({str(sockaddr[0]) for *_, sockaddr in found})
+            # A name server that is gone takes no engine with it.
+            hosts = [*self._addresses.get(config.url, [])]
+        return [
+            _site(config, host, rank if config.data_parallel_size > 1 else None)
+            for host in hosts
+            for rank in range(config.data_parallel_size)
+        ]
+
+    async def _resolve_again(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.dns_interval_s)
+            async with self._applying:
+                if any(config.dns for config in self._configured):
+                    await self._place(self._configured)
+
+    def _may_eject(self, engine: Engine) -> bool:
+        peers = [each for each in self._minders if each.role == engine.role and not each.is_draining]
+        up = [each for each in peers if each.is_up]
+        out = sum(each.ejection.is_out for each in up)
+        return engine in up and out + 1 <= self._config.ejection_max_share * len(up)
+
+    def _set_drained(self, name: str, is_drained: bool) -> bool:
+        found = [each for each in self._minders if each.name == name]
+        for engine in found:
+            engine.is_drained = is_drained
+        return bool(found)
+
+    async def _mind(self, engine: Engine) -> None:
+        """Probe and hear an engine until it is done with."""
+        listening = asyncio.create_task(self._listen(engine))
+        unheard = 0
+        try:
+            while not engine.is_done:
+                await asyncio.sleep(self._config.probe_interval_s)
+                if await engine.probe():
+                    self._on_lost(engine, None)
+                if self.find(engine.name, engine.role) is engine:  # not one that leaves its name to another
+                    engine.show()
+                unheard = unheard + 1 if engine.is_up and not engine.is_heard else 0
+                if unheard == PROBES_UNHEARD:
+                    logger.error(
+                        "%s engine %s: no events from %s; nothing will be reused. Check its events address, "
+                        "and that engines and routers have the same events_key",
+                        engine.role, engine.name, engine.site.events,
+                    )  # fmt: skip
+            del self._minders[engine]  # before anything is waited for: it must not be configured again now
+            if self.find(engine.name, engine.role) is None:
+                self._metrics.forget_engine(engine.role, engine.name)
+            self._on_lost(engine, None)
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+            engine.close()
+
+    async def _listen(self, engine: Engine) -> None:
+        with self._context.socket(zmq.SUB) as subscriber:
+            subscriber.setsockopt(zmq.LINGER, 0)
+            subscriber.setsockopt(zmq.IPV6, 1)
+            subscriber.setsockopt(zmq.RCVHWM, 0)
+            if self._config.events_key is not None:
+                public, secret = curve.key_pair(self._config.events_key.get_secret_value())
+                subscriber.curve_publickey, subscriber.curve_secretkey = public, secret
+                subscriber.curve_serverkey = public
+            # In this order: once a hello arrives, so does what is for us.
+            subscriber.subscribe(self._router_id.encode())
+            subscriber.subscribe(events.HELLO_TOPIC)
+            subscriber.connect(engine.site.events)
+            complaint = ""
+            while True:
+                frames = await subscriber.recv_multipart()
+                try:
+                    event = events.decode(frames[-1])
+                except ValueError as error:
+                    if str(error) != complaint:
+                        complaint = str(error)
+                        logger.error("%s engine %s: %s", engine.role, engine.name, complaint)
+                    continue
+                try:
+                    if engine.hear(event):
+                        self._on_lost(engine, event.engine)
+                    if not isinstance(event, events.Hello):
+                        self._on_event(engine, event)
+                except Exception:
+                    # One event that goes wrong must not make us deaf for the others.
+                    logger.exception("%s engine %s: an event was not handled", engine.role, engine.name)
+
+
+def _site(config: EngineConfig, host: str | None, rank: int | None) -> Site:
+    url = _at(config.url, host, None)
+    name = config.name or urlsplit(url).netloc
+    return Site(
+        role=config.role,
+        name=name if rank is None else f"{name}#{rank}",
+        url=url,
+        events=_at(config.events, host, rank),
+        rank=rank,
+        api_key=config.api_key,
+    )
+
+
+def _at(address: str, host: str | None, offset: int | None) -> str:
+    """An address with another host, and so many ports on; None: as it is."""
+    parts = urlsplit(address)
+    if host is None and not offset:
+        return address
+    name = host or parts.hostname or ""
+    netloc = f"[{name}]" if ":" in name else name
+    if parts.port is not None:
+        netloc += f":{parts.port + (offset or 0)}"
+    return parts._replace(netloc=netloc).geturl()
