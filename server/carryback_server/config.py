@@ -137,6 +137,10 @@ class RouterConfig(BaseModel, extra="forbid"):
 
     host: str = "127.0.0.1"
     port: int = 8000
+    admin_host: str = "127.0.0.1"
+    "Address of the operators' port: /metrics and /admin."
+    admin_port: int | None = Field(None, ge=0, le=65535)
+    "One above `port` unless given; 0: a free one."
     engines: Engines = []
     engine_api_key: str | None = Field(None, repr=False)
     "Sent to the engines as a bearer token."
@@ -146,6 +150,14 @@ class RouterConfig(BaseModel, extra="forbid"):
     "Between two resolutions of the engines' names that have `dns`."
 
     max_body_bytes: int = Field(64 * 1024 * 1024, gt=0)
+    max_header_bytes: int = Field(16 * 1024, gt=0)
+    "Of one header, and of the request line."
+    body_timeout_s: float = Field(60.0, gt=0)
+    "For a request's body to come."
+    shutdown_wait_s: float = Field(0.0, ge=0)
+    "From SIGTERM, when /ready begins to say no, until no new request is accepted."
+    shutdown_timeout_s: float = Field(30.0, ge=0)
+    "From then until requests that still run are broken off."
     connect_timeout_s: float = Field(5.0, gt=0)
     prefill_timeout_s: float = Field(300.0, gt=0)
     "From sending a prompt to a prefill engine until its answer."
@@ -177,12 +189,44 @@ class RouterConfig(BaseModel, extra="forbid"):
 
     hold_s: float = Field(480.0, ge=0)
     "How long a decode engine holds a finished turn's KV; 0 turns reuse off."
+    hold_mid_turn_s: float = Field(120.0, ge=0)
+    "The same while a tool runs: after an answer with tool calls, or one that did not come to its end."
     hold_first_s: float = Field(60.0, ge=0)
     "The same for a first request that names no conversation: it may be a one-shot."
+    pin_budget: float = Field(0.5, ge=0, le=1)
+    "The share of a decode engine's KV blocks that may be held for absent conversations."
     prefill_lease_s: float = Field(30.0, gt=0)
     "How long a prefill engine holds a prompt's KV for the decode engine, not counting its heartbeats."
+
+    tenants_file: Path | None = None
+    "Who may ask for what, YAML; everybody without it."
+    api_keys: Separated = Field([], repr=False)
+    "Each `tenant=key` or `tenant=sha256:<hash>`."
+
+    state: str = Field("memory", pattern=r"^(memory$|rediss?://|unix://)")
+    "Where records and conversations are kept: `memory`, or the `redis://` URL that several routers share."
+    state_prefix: str = "carryback"
+    "Of all keys in Redis."
+    state_timeout_s: float = Field(0.5, gt=0)
+    "For Redis to answer; then the request goes on without reuse."
+    conversation_ttl_s: float = Field(86_400.0, gt=0)
+    "How long Redis remembers a conversation that does not come back."
+    max_conversations: int = Field(100_000, gt=0)
+    responses_max_bytes: int = Field(256 * 1024 * 1024, ge=0)
+    "Of all answers of the Responses API that are kept in memory for `previous_response_id`."
+    response_ttl_s: float = Field(3600.0, gt=0)
+    "How long such an answer is kept."
+    response_max_bytes: int = Field(4 * 1024 * 1024, gt=0)
+    "Of a response and all before it; a longer one cannot be continued by its id."
     identity_capacity: int = Field(100_000, gt=0)
     "Message histories remembered to recognise conversations of clients that send no id."
+
+    log_format: Literal["json", "text", "off"] = "text"
+    "Of the log on standard error; `off`: no line for each request, and the others as text."
+    otlp_endpoint: str | None = None
+    "Base URL of an OpenTelemetry collector (OTLP over HTTP), e.g. http://127.0.0.1:4318; no traces without one."
+    trace_sample_ratio: float = Field(1.0, ge=0, le=1)
+    "Share of the requests to trace; of those that come with a trace context, their client has decided."
 
 
 def _words(value: object) -> object:
