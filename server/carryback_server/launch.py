@@ -24,7 +24,8 @@ Device = Literal["cpu", "cuda"]
 # In an engine's environment, and never printed.
 KEY = "CARRYBACK_KEY"
 ENGINE_API_KEY = "VLLM_API_KEY"
-SECRETS = (KEY, ENGINE_API_KEY)
+EVENTS_KEY = "CARRYBACK_EVENTS_KEY"
+SECRETS = (KEY, ENGINE_API_KEY, EVENTS_KEY)
 
 _LOOPBACK = "127.0.0.1"
 _FIRST_PORT: dict[Role, int] = {"prefill": 8100, "decode": 8200}
@@ -191,6 +192,8 @@ def engine_commands(
         shared_env["CARRYBACK_INSECURE_DEV"] = "1"
     if config.engine_api_key is not None:
         shared_env[ENGINE_API_KEY] = config.engine_api_key
+    if config.events_key is not None:
+        shared_env[EVENTS_KEY] = config.events_key.get_secret_value()
     shared_env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_NIXL_SIDE_CHANNEL_HOST": _LOOPBACK}
     if config.model is None:
         shared_env["HF_HUB_OFFLINE"] = "1"  # the default model is on disk

@@ -90,10 +90,17 @@ def test_no_key() -> None:
 
 
 def test_secrets_are_not_printed() -> None:
-    for command in build(engine_api_key="hush"):
+    for command in build(engine_api_key="hush", events_key="whisper"):
         assert command.env["VLLM_API_KEY"] == "hush"
+        assert command.env["CARRYBACK_EVENTS_KEY"] == "whisper"
         assert "5ec7e7" not in command.shell()
         assert "hush" not in command.shell()
+        assert "whisper" not in command.shell()
+
+
+def test_no_key_for_events_unless_set() -> None:
+    for command in build():
+        assert "CARRYBACK_EVENTS_KEY" not in command.env
 
 
 def test_the_printed_command_is_the_command() -> None:
