@@ -88,6 +88,8 @@ class EngineConfig(BaseModel):
 def _check_address(value: str, schemes: tuple[str, ...], example: str) -> None:
     scheme, _, rest = value.rpartition("://")
     netloc = rest.partition("/")[0]
+    if "@" in netloc:
+        raise ValueError("no user and password may be in it; a key goes into api_key")
     if netloc.count(":") > 1 and "[" not in netloc:
         host, _, port = netloc.rpartition(":")
         fixed = f"[{host}]:{port}" if _is_ip(host) else f"[{netloc}]"
@@ -95,8 +97,8 @@ def _check_address(value: str, schemes: tuple[str, ...], example: str) -> None:
     parts = urlsplit(value)
     if parts.scheme not in schemes or not parts.hostname or parts.port == 0:
         raise ValueError(f"want an address such as {example}")
-    if "@" in netloc or parts.query or parts.fragment:
-        raise ValueError("nothing but host, port and path may be in it; a key goes into api_key")
+    if parts.query or parts.fragment:
+        raise ValueError("nothing but host, port and path may be in it")
 
 
 def _is_ip(text: str) -> bool:
@@ -256,6 +258,9 @@ class _Settings(BaseSettings):
 
 class RouterSettings(_Settings, RouterConfig):
     """`carryback router`: the router's settings, from all sources."""
+
+    workers: int = Field(1, gt=0)
+    "Processes that share the ports; more than one need a `redis://` state."
 
 
 class ServeConfig(_Settings, RouterConfig):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 _TYPES = {
     400: "invalid_request_error",
+    401: "invalid_request_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
+    429: "rate_limit_error",
 }
 
 
@@ -21,14 +27,24 @@ class ApiError(Exception):
         message: for a person; names the field or setting at fault.
         code: one word for a program.
         param: the field of the request at fault.
+        headers: of the answer, e.g. `Retry-After`.
     """
 
-    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
         self.param = param
+        self.headers = headers or {}
 
     def body(self) -> bytes:
         """The OpenAI error object, JSON."""
@@ -43,12 +59,27 @@ class ApiError(Exception):
             }
         )
 
-    def response(self, headers: dict[str, str] | None = None) -> web.Response:
-        """The whole answer."""
+    def response(self, headers: Mapping[str, str] | None = None) -> web.Response:
+        """The whole answer, with these headers and the error's own."""
         return web.Response(
-            status=self.status, body=self.body(), content_type="application/json", headers=headers
+            status=self.status,
+            body=self.body(),
+            content_type="application/json",
+            headers={**(headers or {}), **self.headers},
         )
 
     def event(self) -> bytes:
         """The same as a server-sent event, for an answer that has begun."""
         return b"data: " + self.body() + b"\n\n"
+
+
+class HideMalformed(logging.Filter):
+    """For the logger `aiohttp.server`: it would print the header that it could not read, which may be a key."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Replace such a record's exception by its kind."""
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        if isinstance(error, HttpProcessingError):
+            record.msg, record.args = "a request that is not HTTP (%s)", (type(error).__name__,)
+            record.exc_info = record.exc_text = None
+        return True
