@@ -1,4 +1,4 @@
-"""A request's JSON body: parsed once, at the top level only, and cut for each of the two hops.
+"""A request's JSON body: parsed once, at the top level only, and changed field by field.
 
 Values that the router does not look at stay the bytes that the client sent, so their JSON value and the
 order of keys reach the engines unchanged.
@@ -6,7 +6,7 @@ order of keys reach the engines unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import msgspec
@@ -15,16 +15,9 @@ from carryback_server.errors import ApiError
 
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
-_ONE = msgspec.Raw(b"1")
 
-# What only matters for the answer, and costs the prefill engine work or is refused beside one token.
-_DECODE_ONLY = frozenset(
-    {
-        "max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "stop", "stop_token_ids",
-        "logprobs", "top_logprobs", "stream", "stream_options", "response_format",
-        "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    }
-)  # fmt: skip
+# How an engine is told where KV lies, and that it may fetch it there.
+_OURS_ALONE = ("kv_transfer_params", "ec_transfer_params")
 
 
 class Body:
@@ -45,8 +38,18 @@ class Body:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
         self.size = len(data)
-        # Ours alone: what a client puts here never reaches an engine.
-        self._fields.pop("kv_transfer_params", None)
+        for name in _OURS_ALONE:
+            self._fields.pop(name, None)
+
+    def raw(self, name: str) -> bytes | None:
+        """The bytes of a field's value; None if it is absent."""
+        raw = self._fields.get(name)
+        return None if raw is None else bytes(raw)
+
+    def starts(self, name: str, length: int = 16) -> bytes:
+        """The first bytes of a field's value, which may be long; empty if it is absent."""
+        raw = self._fields.get(name)
+        return b"" if raw is None else bytes(memoryview(raw)[:length])
 
     def get(self, path: str) -> Any:
         """The value of a field, or of a field within it (`a.b`); None if absent or null.
@@ -60,7 +63,7 @@ class Body:
             return None
         try:
             value = msgspec.json.decode(raw)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(
                 400, f"{name} is not valid JSON: {error}", code="invalid_json", param=name
             ) from error
@@ -74,31 +77,27 @@ class Body:
         self._fields.pop(name, None)
         return value
 
+    def put(self, name: str, value: Any) -> None:
+        """Set a field, where it is or at the end."""
+        self._fields[name] = msgspec.Raw(_encode(value))
+
     def flag(self, name: str) -> bool:
         """Whether a field is `true`."""
-        return self._fields.get(name) == b"true"
+        return self.starts(name) == b"true"
 
     def has(self, name: str) -> bool:
         """Whether a field is there and not null."""
-        return self._fields.get(name, b"null") != b"null"
+        return self.starts(name) not in (b"", b"null")
 
-    def for_prefill(self, limit: str, params: Mapping[str, Any]) -> bytes:
-        """The prefill hop's body: the same prompt, one token, not streamed.
+    def encode(self, changes: Mapping[str, Any], without: Set[str] = frozenset()) -> bytes:
+        """The body as JSON.
 
         Args:
-            limit: how this endpoint spells the number of tokens to generate.
-            params: the `kv_transfer_params`.
+            changes: fields to set, where they are or at the end.
+            without: fields to leave out.
         """
         fields: dict[str, Any] = {
-            name: value for name, value in self._fields.items() if name not in _DECODE_ONLY
+            name: value for name, value in self._fields.items() if name not in without or name in changes
         }
-        fields[limit] = _ONE
-        if self.has("tools"):
-            # They still render into the prompt; a forced call would cost a grammar.
-            fields["tool_choice"] = "none"
-        fields["kv_transfer_params"] = params
+        fields.update(changes)
         return _encode(fields)
-
-    def for_decode(self, params: Mapping[str, Any]) -> bytes:
-        """The decode hop's body: the client's, with these `kv_transfer_params`."""
-        return _encode({**self._fields, "kv_transfer_params": params})
