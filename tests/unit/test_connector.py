@@ -1,0 +1,298 @@
+"""The connector inside vLLM's real scheduler. Only the worker is played: it says which reads are over."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from carryback.wire import events
+from carryback_vllm.seal import Sealer
+
+pytest.importorskip("vllm", reason="the connector runs inside vLLM")
+
+import torch
+from carryback_vllm import connector
+from carryback_vllm.connector import address_of_rank
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+BLOCK = 32
+CAPACITY = 99
+WITHIN_S = 20.0
+
+
+class Engine:
+    """One engine's scheduler, and what it publishes."""
+
+    def __init__(self, config: VllmConfig, listen: str) -> None:
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        cache = KVCacheConfig(
+            num_blocks=CAPACITY + 1,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            hash_block_size=BLOCK,
+        )
+        config.cache_config.num_gpu_blocks = cache.num_blocks
+        self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), block_size=BLOCK)
+        init_none_hash(sha256_cbor)
+        self._hasher = get_request_block_hasher(BLOCK, sha256_cbor)
+        self._ids = itertools.count()
+        self._deadlines: dict[str, float] = {}
+        self._read: set[str] = set()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.subscribe(b"")
+        self._socket.connect(listen)
+        self.next(events.Hello)
+
+    def close(self) -> None:
+        self.scheduler.connector.shutdown()
+        self._context.destroy(linger=0)
+
+    def step(self) -> None:
+        """One step: a token for each scheduled request, and the worker's report."""
+        work = self.scheduler.schedule()
+        self._deadlines |= work.kv_connector_metadata.reqs_to_send
+        over = {
+            request
+            for request, deadline in self._deadlines.items()
+            if request in self._read or time.perf_counter() >= deadline
+        }
+        for request in over:
+            del self._deadlines[request]
+        requests = list(work.num_scheduled_tokens)
+        done = ModelRunnerOutput(
+            req_ids=requests,
+            req_id_to_index={request: index for index, request in enumerate(requests)},
+            sampled_token_ids=[[7] for _ in requests],
+            kv_connector_output=KVConnectorOutput(finished_sending=over),
+        )
+        self.scheduler.update_from_output(work, done)
+
+    def run(self, prompt: list[int], **params: Any) -> str:
+        """A request of one token; its id."""
+        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+        sampling.update_from_generation_config({}, eos_token_id=0)
+        name = f"request-{next(self._ids)}"
+        request = Request(name, prompt, sampling, None, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+        while not request.is_finished():
+            self.step()
+        return name
+
+    def hold(self, prompt: list[int], hold_s: float = 60) -> events.Held:
+        """A request that a decode engine is asked to hold; the event."""
+        name = self.run(prompt, carryback_key=f"key-{next(self._ids)}", hold_s=hold_s)
+        held = self.next(events.Held)
+        assert held.request == name
+        return held
+
+    def release(self, held: events.Held) -> events.Released:
+        """Let go of it; the event."""
+        self.run([1], carryback_release=[held.request])
+        return self.released()
+
+    def read(self, request: str) -> None:
+        """A reader is through."""
+        self._read.add(request)
+        self.step()
+
+    def released(self) -> events.Released:
+        """The next `Released` event."""
+        return self.next(events.Released, step=True)
+
+    def next(self, kind: type[Any], *, step: bool = False) -> Any:
+        """The next event of a kind."""
+        deadline = time.monotonic() + WITHIN_S
+        while time.monotonic() < deadline:
+            if step:
+                self.step()
+            if self._socket.poll(20):
+                event = events.decode(self._socket.recv_multipart()[-1])
+                if isinstance(event, kind):
+                    return event
+        pytest.fail(f"no {kind.__name__}")
+
+    @property
+    def used(self) -> int:
+        """KV blocks that are not free, as vLLM counts them."""
+        return round(self.scheduler.kv_cache_manager.usage * CAPACITY)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "head_dim": 32,
+        "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "num_hidden_layers": 1, "vocab_size": 300, "max_position_embeddings": 4096,
+        "torch_dtype": "float32", "eos_token_id": 0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def port() -> int:
+    with zmq.Context() as context, context.socket(zmq.PUB) as probe:
+        return probe.bind_to_random_port("tcp://127.0.0.1", min_port=20_000, max_port=32_000)
+
+
+@pytest.fixture
+def start(model: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """Makes an engine."""
+    monkeypatch.setenv("CARRYBACK_KEY", "k")
+    engines = []
+
+    def make(role: str = "kv_consumer", rank: int = 0, **extra: Any) -> Engine:
+        address = f"tcp://127.0.0.1:{port}"
+        transfer = KVTransferConfig(
+            kv_connector="CarrybackConnector",
+            kv_connector_module_path="carryback_vllm.connector",
+            kv_role=role,
+            kv_connector_extra_config={"bidirectional_kv_xfer": True, "carryback_events": address, **extra},
+        )
+        config = EngineArgs(
+            model=str(model), skip_tokenizer_init=True, block_size=BLOCK, max_model_len=4096,
+            max_num_batched_tokens=4096, dtype="float32", enforce_eager=True,
+            prefix_caching_hash_algo="sha256_cbor", kv_transfer_config=transfer,
+        ).create_engine_config()  # fmt: skip
+        config.parallel_config.data_parallel_index = rank
+        engines.append(Engine(config, f"tcp://127.0.0.1:{port + rank}"))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def prompt(blocks: int, seed: int = 1, shared: int = 0) -> list[int]:
+    """So many full blocks, and one token in the next. The first `shared` blocks do not depend on the seed."""
+    return [2] * shared * BLOCK + [10 + seed] * ((blocks - shared) * BLOCK) + [1]
+
+
+def test_an_engine_that_holds_nothing_says_so(start: Callable[..., Engine]) -> None:
+    hello = start().next(events.Hello)
+    assert (hello.pinned, hello.capacity) == (0, CAPACITY)
+
+
+def test_what_is_held_and_let_go_of(start: Callable[..., Engine]) -> None:
+    engine = start()
+    first, second = engine.hold(prompt(4)), engine.hold(prompt(9, seed=2))
+    assert (first.tokens, first.blocks, first.pinned) == (4 * BLOCK, 5, 5)
+    assert (second.tokens, second.blocks, second.pinned) == (9 * BLOCK, 10, 15)
+    assert engine.used == 15
+    engine.read(first.request)
+    released = engine.released()
+    assert (released.key, released.reason, released.pinned) == (first.key, "read", 10)
+    assert engine.used == 10
+    released = engine.release(second)
+    assert (released.key, released.reason, released.pinned) == (second.key, "asked", 0)
+    assert engine.used == 0
+    assert engine.next(events.Hello).pinned == 0
+
+
+def test_a_record_and_its_digests_are_sealed_together(start: Callable[..., Engine]) -> None:
+    held = start().hold(prompt(4))
+    record = json.loads(held.record)
+    assert "digests" not in record["carryback"]
+    assert len(held.digests) == 4 * 16
+    assert not Sealer(b"k").is_authentic(record)
+    record["carryback"]["digests"] = base64.b64encode(held.digests).decode()
+    assert Sealer(b"k").is_authentic(record)
+
+
+def test_time_to_live(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "READ_GRACE_S", 0.5)
+    engine = start()
+    held = engine.hold(prompt(4), hold_s=0.5)
+    assert held.pinned == engine.used == 5
+    released = engine.released()
+    assert (released.reason, released.pinned, engine.used) == ("expired", 0, 0)
+
+
+def test_a_read_that_ends_after_the_deadline_was_a_read(start: Callable[..., Engine]) -> None:
+    engine = start()
+    held = engine.hold(prompt(4), hold_s=0.01)
+    time.sleep(0.05)
+    engine.read(held.request)
+    assert engine.released().reason == "read"
+
+
+def test_blocks_of_a_common_prefix_count_once(start: Callable[..., Engine]) -> None:
+    engine = start()
+    held = [engine.hold(prompt(20, seed, shared=16)) for seed in range(3)]
+    assert [each.blocks for each in held] == [21, 21, 21]
+    assert [each.pinned for each in held] == [21, 26, 31]
+    assert engine.used == 31
+    assert [engine.release(each).pinned for each in held] == [26, 21, 0]
+    assert engine.used == 0
+
+
+def test_no_more_is_held_than_the_engines_share(start: Callable[..., Engine]) -> None:
+    engine = start(carryback_max_pinned=0.5)  # of 99 blocks
+    first, second, third = (engine.hold(prompt(19, seed)) for seed in range(3))
+    assert (first.blocks, second.blocks, second.pinned) == (20, 20, 40)
+    assert (third.blocks, third.tokens, third.record, third.digests, third.pinned) == (0, 0, b"", b"", 40)
+    assert engine.used == 40
+    assert engine.hold(prompt(8, seed=3)).pinned == 49  # it fits, to the last block
+    assert engine.hold(prompt(20)).blocks == 0
+    assert engine.release(first).pinned == 29
+    assert engine.hold(prompt(19, seed=2)).pinned == 49
+
+
+def test_blocks_that_are_held_already_need_no_more_room(start: Callable[..., Engine]) -> None:
+    engine = start(carryback_max_pinned=0.5)
+    assert engine.hold(prompt(40, seed=1, shared=38)).pinned == 41
+    assert engine.hold(prompt(40, seed=2, shared=38)).pinned == 44
+    assert engine.hold(prompt(40, seed=3)).blocks == 0
+
+
+def test_a_prefill_engine_counts_and_is_not_limited(start: Callable[..., Engine]) -> None:
+    engine = start("kv_producer", carryback_max_pinned=0)
+    request = engine.run(prompt(4), do_remote_decode=True, carryback_key="key", hold_s=60)
+    while not (hello := engine.next(events.Hello)).pinned:
+        pass
+    assert hello.pinned == engine.used == 5
+    engine.read(request)
+    while (hello := engine.next(events.Hello)).pinned:
+        pass
+    assert (hello.seq, engine.used) == (0, 0)  # a decode engine reads it at once; no router waits for it
+
+
+def test_nothing_is_held_with_a_share_of_nothing(start: Callable[..., Engine]) -> None:
+    assert start(carryback_max_pinned=0).hold(prompt(4)).blocks == 0
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, "half"])
+def test_a_share_that_is_none_is_refused(start: Callable[..., Engine], share: object) -> None:
+    with pytest.raises(RuntimeError, match="carryback_max_pinned"):
+        start(carryback_max_pinned=share)
+
+
+def test_each_rank_has_a_port(start: Callable[..., Engine]) -> None:
+    start(rank=0)
+    assert start(rank=2).next(events.Hello).capacity == CAPACITY
+
+
+def test_addresses_of_ranks() -> None:
+    assert address_of_rank("tcp://*:5701", 3) == "tcp://*:5704"
+    assert address_of_rank("tcp://[::1]:5701", 1) == "tcp://[::1]:5702"
+    assert address_of_rank("ipc:///run/events", 0) == "ipc:///run/events"
+    with pytest.raises(RuntimeError, match="carryback_events"):
+        address_of_rank("ipc:///run/events", 1)
