@@ -1,72 +1,155 @@
-"""The router's HTTP server: routes, and errors as OpenAI error objects."""
+"""The router's two HTTP servers: one for clients, one for operators."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import time
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import msgspec
 from aiohttp import web
+from pydantic import TypeAdapter, ValidationError
 
-from carryback_server.config import RouterConfig
+from carryback_server.config import ConfigError, EngineConfig, RouterConfig
+from carryback_server.endpoints import ENDPOINTS, FORWARDED, REFUSED, error_response, refused
 from carryback_server.errors import ApiError
 from carryback_server.metrics import CONTENT_TYPE, Metrics
-from carryback_server.pipeline import ENDPOINTS, Pipeline
-from carryback_server.records import Conversation
+from carryback_server.pipeline import Pipeline
+from carryback_server.state import Conversation, Record, StateDown
+from carryback_server.tenants import Tenants
 
 logger = logging.getLogger("carryback")
 
+_engines = TypeAdapter(list[EngineConfig])
+MAX_LISTED = 1000
+
 
 class Router:
-    """A router for prefill and decode engines, with a server of its own.
+    """A router for prefill and decode engines, with servers of its own.
 
     Args:
         config: where the engines are, and all limits.
+        reload: reads the configuration anew, for SIGHUP and `POST /admin/reload`; raises `ConfigError`.
+        share_ports: other processes listen on the same ports.
+
+    Raises:
+        ConfigError: the tenants' file or the address of the state is wrong.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        reload: Callable[[], RouterConfig] | None = None,
+        share_ports: bool = False,
+    ) -> None:
         self.config = config
+        self._read_config = reload
+        self._share_ports = share_ports
         self.metrics = Metrics()
-        self.pipeline = Pipeline(config, self.metrics)
-        self._runner: web.AppRunner | None = None
+        self.tenants = Tenants(
+            config.tenants_file,
+            config.api_keys,
+            redis_url=None if config.state == "memory" else config.state,
+            redis_timeout_s=config.state_timeout_s,
+            on_uncounted=self.metrics.rate_uncounted.inc,
+        )
+        self.pipeline = Pipeline(config, self.metrics, self.tenants, self._on_message)
+        self._applying: set[asyncio.Task[None]] = set()
+        self._runners: list[web.AppRunner] = []
+        self.is_draining = False
         self.url = ""
+        self.admin_url = ""
 
     async def start(self) -> None:
-        """Connect to the engines and listen. Sets `url`.
+        """Connect to the engines and listen. Sets `url` and `admin_url`.
 
         Raises:
-            OSError: the port is taken.
+            OSError: a port is taken.
         """
-        app = web.Application(client_max_size=self.config.max_body_bytes, middlewares=[self._errors])
+        config = self.config
+        clients = web.Application(client_max_size=config.max_body_bytes, middlewares=[self._errors])
         for path in ENDPOINTS:
-            app.router.add_post(path, self.pipeline.handle)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/conversations", self._list)
-        app.router.add_get("/v1/conversations/{id}", self._get)
-        app.router.add_delete("/v1/conversations/{id}", self._delete)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/ready", self._ready)
-        app.router.add_get("/metrics", self._metrics)
+            clients.router.add_post(path, self.pipeline.handle)
+        for path in REFUSED:
+            clients.router.add_post(path, self._refuse)
+        for path in FORWARDED:
+            clients.router.add_post(path, self.pipeline.pass_on)
+        clients.router.add_get("/v1/responses/{id}", self.pipeline.response)
+        clients.router.add_get("/v1/models", self._models)
+        clients.router.add_get("/v1/conversations", self._list)
+        clients.router.add_get("/v1/conversations/{id}", self._get)
+        clients.router.add_delete("/v1/conversations/{id}", self._delete)
+        admin = web.Application(middlewares=[self._errors])
+        admin.router.add_get("/metrics", self._metrics)
+        admin.router.add_get("/admin/engines", self._engines)
+        admin.router.add_post("/admin/engines", self._set_engines)
+        admin.router.add_post("/admin/engines/{name}/drain", self._drain)
+        admin.router.add_post("/admin/engines/{name}/undrain", self._undrain)
+        admin.router.add_post("/admin/reload", self._reload)
+        admin.router.add_get("/admin/conversations", self._list_all)
+        admin.router.add_delete("/admin/conversations/{tenant}/{id}", self._delete_any)
+        for each in (clients, admin):
+            each.router.add_get("/health", self._health)
+            each.router.add_get("/ready", self._ready)
         await self.pipeline.start()
-        # A client that goes away cancels its handler, and with it both hops.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5)
-        await self._runner.setup()
+        self.pipeline.holding.pins.shares = _shares(self.tenants)
         try:
-            site = web.TCPSite(self._runner, self.config.host, self.config.port)
-            await site.start()
+            self.url = await self._listen(clients, config.host, config.port)
+            admin_port = config.admin_port
+            if admin_port is None:
+                admin_port = config.port + 1 if config.port else 0
+            self.admin_url = await self._listen(admin, config.admin_host, admin_port)
         except OSError:
             await self.stop()
             raise
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def _listen(self, app: web.Application, host: str, port: int) -> str:
+        # A client that goes away cancels its handler, and with it both hops.
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=self.config.shutdown_timeout_s,
+            max_line_size=self.config.max_header_bytes,
+            max_field_size=self.config.max_header_bytes,
+        )
+        self._runners.append(runner)
+        await runner.setup()
+        await web.TCPSite(runner, host, port, reuse_port=self._share_ports or None).start()
+        host, port = runner.addresses[0][:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def stop(self) -> None:
-        """Stop listening, release what is held, disconnect."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        """Finish what is under way, release what is held, disconnect.
+
+        `/ready` says no for `shutdown_wait_s`, so that a load balancer sends nothing more; then nothing new
+        is accepted; requests that still run after `shutdown_timeout_s` are broken off.
+        """
+        self.is_draining = True
+        if self.url:
+            await asyncio.sleep(self.config.shutdown_wait_s)
+        for runner in self._runners:
+            await runner.cleanup()
         await self.pipeline.stop()
+        await self.tenants.stop()
+
+    async def reload(self) -> bool:
+        """Read the tenants' file and the configured engines again; whether all of it was right."""
+        is_good = self.tenants.reload()
+        self.pipeline.holding.pins.shares = _shares(self.tenants)
+        if self._read_config is None:
+            return is_good
+        try:
+            await self.pipeline.pool.apply(self._read_config().engines)
+        except ConfigError as error:
+            logger.error("engines are as before: %s", error)
+            return False
+        return is_good
+
+    # -- errors
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -76,89 +159,182 @@ class Router:
         try:
             response: web.StreamResponse = await handler(request)
             status = response.status
-        except ApiError as error:
-            response, status = error.response(), error.status
+        except (ApiError, StateDown) as error:
+            if isinstance(error, StateDown):
+                error = ApiError(503, "the router's state cannot be reached", code="state_unavailable")
+            response, status = error_response(request.path, error, {}), error.status
         except web.HTTPException as error:
             status = error.status
-            problem = {404: "there is no such endpoint", 405: "the endpoint does not take this method"}
-            message = f"{request.method} {request.path}: {problem.get(status, error.reason)}"
-            response = ApiError(status, message, code="unknown_endpoint").response()
+            problems = {404: "there is no such endpoint", 405: "the endpoint does not take this method"}
+            message = f"{request.method} {request.path}: {problems.get(status, error.reason)}"
+            response = error_response(request.path, ApiError(status, message, code="unknown_endpoint"), {})
         except (aiohttp.ClientConnectionResetError, ConnectionResetError):
             raise
         except Exception:
             logger.exception("%s %s", request.method, request.path)
             status = 500
-            response = ApiError(500, "the router failed; its log says why", code="router_failed").response()
+            problem = ApiError(500, "the router failed; its log says why", code="router_failed")
+            response = error_response(request.path, problem, {})
         finally:
-            self.metrics.requests.labels(endpoint, str(status)).inc()
+            if request.path not in ENDPOINTS:
+                self.metrics.requests.labels(endpoint, str(status)).inc()
         return response
 
+    # -- for clients
+
+    async def _refuse(self, request: web.Request) -> web.Response:
+        self.tenants.of(request.headers)
+        raise refused(request.path)
+
     async def _models(self, request: web.Request) -> web.Response:
+        tenant = self.tenants.of(request.headers)
         for engine in [*self.pipeline.pool.of("decode"), *self.pipeline.pool.of("prefill")]:
             status, content_type, content = await engine.get("/v1/models")
+            if status == 200:
+                content = tenant.visible(content)
             return web.Response(status=status, body=content, headers={"Content-Type": content_type})
         raise ApiError(503, "no engine is up", code="no_engine")
+
+    async def _list(self, request: web.Request) -> web.Response:
+        return await self._listing(request, self.tenants.of(request.headers).name)
+
+    async def _listing(self, request: web.Request, tenant: str | None) -> web.Response:
+        limit = _whole(request.query.get("limit", "100"), "limit", MAX_LISTED)
+        try:
+            page = await self.pipeline.state.page(tenant, limit, request.query.get("after", ""))
+        except ValueError as error:
+            raise ApiError(400, f"after: {error}", code="invalid_query", param="after") from error
+        views = [self._view(*each) for each in page.items]
+        return _json(
+            {"object": "list", "data": views, "has_more": bool(page.after), "after": page.after or None}
+        )
+
+    async def _get(self, request: web.Request) -> web.Response:
+        tenant = self.tenants.of(request.headers).name
+        found = await self.pipeline.state.get(tenant, request.match_info["id"])
+        if found is None:
+            raise _unknown(request)
+        return _json(self._view(*found))
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        return await self._delete_of(request, self.tenants.of(request.headers).name)
+
+    async def _delete_of(self, request: web.Request, tenant: str) -> web.Response:
+        conversation_id = request.match_info["id"]
+        if not await self.pipeline.delete(tenant, conversation_id):
+            raise _unknown(request)
+        return _json({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+
+    # -- for both
 
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok"})
 
     async def _ready(self, request: web.Request) -> web.Response:
-        engines = [
-            {"role": engine.role, "name": engine.name, "up": engine.is_up, "events": engine.is_heard}
-            for engine in self.pipeline.pool.engines
-        ]
-        roles = {engine.role for engine in self.pipeline.pool.engines if engine.is_up}
-        is_ready = roles == {"prefill", "decode"}
-        return _json(
-            {"status": "ready" if is_ready else "not ready", "engines": engines}, 200 if is_ready else 503
-        )
+        pool = self.pipeline.pool
+        missing = [role for role in ("prefill", "decode") if not pool.of(role)]
+        status = "draining" if self.is_draining else f"no {missing[0]} engine" if missing else "ready"
+        return _json({"status": status}, 200 if status == "ready" else 503)
+
+    # -- for operators
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
-    async def _list(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [_view(each) for each in self.pipeline.records]})
+    async def _engines(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [each.view() for each in self.pipeline.pool.engines]})
 
-    async def _get(self, request: web.Request) -> web.Response:
-        conversation = self.pipeline.records.get(request.match_info["id"])
-        if conversation is None:
-            raise _unknown(request)
-        return _json(_view(conversation))
+    async def _set_engines(self, request: web.Request) -> web.Response:
+        data = await request.read()
+        try:
+            engines = _engines.validate_python(msgspec.json.decode(data, type=dict[str, Any])["engines"])
+        except (msgspec.MsgspecError, KeyError) as error:
+            message = 'want {"engines": [{"role": ..., "url": ..., "events": ...}, ...]}'
+            raise ApiError(400, message, code="invalid_engines", param="engines") from error
+        except ValidationError as error:
+            first = error.errors(include_input=False, include_url=False)[0]
+            where = ".".join(["engines", *map(str, first["loc"])])
+            raise ApiError(400, f"{where}: {first['msg']}", code="invalid_engines", param=where) from error
+        if not any(engine.role == "decode" for engine in engines):
+            raise ApiError(400, "no decode engine among them", code="invalid_engines", param="engines")
+        await self.pipeline.state.broadcast(data)
+        return _json({"object": "engines.accepted", "count": len(engines)}, 202)
 
-    async def _delete(self, request: web.Request) -> web.Response:
-        if not await self.pipeline.delete(request.match_info["id"]):
-            raise _unknown(request)
-        return _json({"id": request.match_info["id"], "object": "conversation.deleted", "deleted": True})
+    def _on_message(self, message: bytes) -> None:
+        """Engines that an operator gave to this router or to one that shares its state."""
+        try:
+            engines = _engines.validate_python(msgspec.json.decode(message)["engines"])
+        except (msgspec.MsgspecError, KeyError, TypeError, ValidationError) as error:
+            logger.error("engines are as before: %s", type(error).__name__)
+            return
+        self._applying.add(task := asyncio.create_task(self.pipeline.pool.apply(engines)))
+        task.add_done_callback(self._applying.discard)
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        return self._drained(request, self.pipeline.pool.drain(request.match_info["name"]), "draining")
+
+    async def _undrain(self, request: web.Request) -> web.Response:
+        return self._drained(request, self.pipeline.pool.undrain(request.match_info["name"]), "up")
+
+    def _drained(self, request: web.Request, is_known: bool, state: str) -> web.Response:
+        name = request.match_info["name"]
+        if not is_known:
+            raise ApiError(404, f"no engine {name!r}", code="engine_not_found", param="name")
+        return _json({"name": name, "state": state})
+
+    async def _reload(self, request: web.Request) -> web.Response:
+        if not await self.reload():
+            raise ApiError(
+                400, "something is wrong; the log says what. It stays as it was", code="bad_config"
+            )
+        return _json({"status": "reloaded"})
+
+    async def _list_all(self, request: web.Request) -> web.Response:
+        return await self._listing(request, request.query.get("tenant"))
+
+    async def _delete_any(self, request: web.Request) -> web.Response:
+        return await self._delete_of(request, request.match_info["tenant"])
+
+    def _view(self, conversation: Conversation, record: Record | None) -> dict[str, Any]:
+        name = conversation.tenant, conversation.id
+        return {
+            "id": conversation.id,
+            "object": "conversation",
+            "tenant": conversation.tenant,
+            "parent": conversation.parent,
+            "created": int(conversation.created),
+            "last_seen": int(conversation.last_seen),
+            "turn": conversation.turn,
+            "step": conversation.step,
+            "boundary": conversation.boundary or None,
+            "requests": conversation.requests,
+            "in_flight": self.pipeline.in_flight[name],
+            "last_reuse": conversation.reuse or None,
+            "held": record
+            and {
+                "engine": record.engine,
+                "tokens": record.tokens,
+                "blocks": record.blocks,
+                "expires_in_s": round(self.pipeline.holding.time_left(record), 1),
+            },
+        }
+
+
+def _shares(tenants: Tenants) -> dict[str, float]:
+    return {tenant.name: tenant.pin_share for tenant in tenants if tenant.pin_share < 1}
 
 
 def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
 
 
+def _whole(text: str, name: str, most: int) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:9]) <= most and len(text) < 9):
+        raise ApiError(400, f"{name} must be 1 to {most}", code="invalid_query", param=name)
+    return int(text)
+
+
 def _unknown(request: web.Request) -> ApiError:
     return ApiError(
         404, f"no conversation {request.match_info['id']!r}", code="conversation_not_found", param="id"
     )
-
-
-def _view(conversation: Conversation) -> dict[str, Any]:
-    record = conversation.record
-    return {
-        "id": conversation.id,
-        "object": "conversation",
-        "parent": conversation.parent,
-        "created": int(conversation.created),
-        "last_seen": int(conversation.last_seen),
-        "turn": conversation.turn,
-        "step": conversation.step,
-        "requests": conversation.requests,
-        "in_flight": conversation.in_flight,
-        "last_reuse": conversation.reuse.header() if conversation.reuse else None,
-        "held": record
-        and {
-            "engine": record.engine.name,
-            "tokens": record.held.tokens,
-            "blocks": record.held.blocks,
-            "expires_in_s": round(max(record.expires - time.monotonic(), 0), 1),
-        },
-    }

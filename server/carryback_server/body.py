@@ -26,6 +26,9 @@ class Body:
     Args:
         data: as it came.
 
+    Attributes:
+        size: in bytes.
+
     Raises:
         ApiError: 400, it is not a JSON object.
     """
@@ -79,7 +82,9 @@ class Body:
 
     def put(self, name: str, value: Any) -> None:
         """Set a field, where it is or at the end."""
-        self._fields[name] = msgspec.Raw(_encode(value))
+        before = self._fields.get(name, b"")
+        after = self._fields[name] = msgspec.Raw(_encode(value))
+        self.size += len(after) - len(before)
 
     def flag(self, name: str) -> bool:
         """Whether a field is `true`."""

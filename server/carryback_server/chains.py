@@ -68,7 +68,7 @@ class Chains:
     """Resolves and remembers responses.
 
     Args:
-        ttl_s: how long a response can be continued, in seconds; 0: none can.
+        ttl_s: how long a response can be continued, in seconds.
         max_bytes: of one response with its whole input; a larger one cannot be continued.
     """
 
@@ -87,7 +87,7 @@ class Chains:
                 is unavailable.
         """
         previous = body.pop("previous_response_id")
-        keep = self._ttl_s > 0 and body.starts("store") != b"false"
+        keep = body.starts("store") != b"false"
         body.put("store", False)
         if previous is None:
             return Chain(tenant, keep=keep, input=body.raw("input") or b"[]")
@@ -104,7 +104,7 @@ class Chains:
             conversation, parent = f"c-{uuid.uuid4().hex}", stored.conversation
         return Chain(tenant, conversation, parent, keep, _encode(said))
 
-    async def remember(self, chain: Chain, conversation: str, data: bytes, *, streamed: bool) -> NotKept:
+    async def remember(self, chain: Chain, conversation: str, data: bytes, streamed: bool) -> NotKept:
         """Remember an answer, before its last bytes are sent: the client may continue it at once.
 
         Args:
@@ -117,7 +117,7 @@ class Chains:
         """
         if not chain.keep or not conversation:
             return "not_asked"
-        response = final_response(data, streamed=streamed)
+        response = final_response(data, streamed)
         try:
             answer = msgspec.json.decode(response, type=_Answer)
             blob = _encode(_Stored(conversation, _items(chain.input), msgspec.Raw(response)))

@@ -1,17 +1,17 @@
-"""The command line: `carryback serve`, `router`, `model fetch` and `version`."""
+"""The command line: `carryback serve`, `router`, `key new`, `model fetch` and `version`."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import platform
 import secrets
 import shlex
 import signal
+import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -21,7 +21,10 @@ import uvloop
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from carryback_server import launch, model
+from carryback_server import launch, model, tenants
+from carryback_server import workers as worker_processes
+from carryback_server.access_log import set_up_logging
+from carryback_server.app import Router
 from carryback_server.config import ConfigError, EngineConfig, RouterConfig, RouterSettings, ServeConfig, load
 from carryback_server.supervisor import EngineFailed, Engines
 
@@ -33,6 +36,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(no_args_is_help=True, help="The default model.")
 app.add_typer(model_app, name="model")
+key_app = typer.Typer(no_args_is_help=True, help="API keys of the router's tenants.")
+app.add_typer(key_app, name="key")
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -42,6 +47,9 @@ ConfigFile = Annotated[
 ]
 Host = Annotated[str | None, typer.Option(help="Address of the router.")]
 Port = Annotated[int | None, typer.Option(help="Port of the router; 0: a free one. (default: 8000)")]
+AdminPort = Annotated[
+    int | None, typer.Option(help="Port of /metrics and /admin; 0: a free one. (default: the one above)")
+]
 
 
 @app.command()
@@ -56,6 +64,7 @@ def serve(
     device: Annotated[Literal["auto", "cpu", "cuda"] | None, typer.Option(help="(default: auto)")] = None,
     host: Host = None,
     port: Port = None,
+    admin_port: AdminPort = None,
     config: ConfigFile = None,
     prefill_devices: Annotated[str | None, typer.Option(help="Its GPUs, e.g. 0,1. (default: 0)")] = None,
     decode_devices: Annotated[str | None, typer.Option(help="Its GPUs, e.g. 2,3. (default: 1)")] = None,
@@ -92,6 +101,7 @@ def serve(
             device=device,
             host=host,
             port=port,
+            admin_port=admin_port,
             prefill_devices=prefill_devices,
             decode_devices=decode_devices,
             prefill_port=prefill_port,
@@ -111,7 +121,7 @@ def serve(
             for line in _plan(settings):
                 print(line)  # noqa: T201  (rich would wrap and mark up)
             return
-        _set_up_logging()
+        set_up_logging(settings.log_format)
         uvloop.run(_serve(settings))
 
 
@@ -127,20 +137,58 @@ def router(
     ] = None,
     host: Host = None,
     port: Port = None,
+    admin_port: AdminPort = None,
+    state: Annotated[
+        str | None, typer.Option(help="memory, or the redis:// URL that routers share. (default: memory)")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes; more than 1 need --state. (default: 1)")
+    ] = None,
     config: ConfigFile = None,
 ) -> None:
     """Start the router alone, for engines that already run."""
     with _explained():
         engines = [_engine("prefill", text) for text in prefill or []]
         engines += [_engine("decode", text) for text in decode or []]
-        settings = load(RouterSettings, config, engines=engines or None, host=host, port=port)
-        if not any(engine.role == "decode" for engine in settings.engines):
-            raise ConfigError(
-                "no decode engine: give --decode URL,EVENTS, or `engines` in the configuration file"
+
+        def read() -> RouterSettings:
+            settings = load(
+                RouterSettings,
+                config,
+                engines=engines or None,
+                host=host,
+                port=port,
+                admin_port=admin_port,
+                state=state,
+                workers=workers,
             )
+            if not any(engine.role == "decode" for engine in settings.engines):
+                raise ConfigError(
+                    "no decode engine: give --decode URL,EVENTS, or `engines` in the configuration file"
+                )
+            return settings
+
+        settings = read()
+        if settings.workers > 1 and settings.state == "memory":
+            raise ConfigError(
+                "workers share their state: with workers above 1, state must be a redis:// URL that they all reach"
+            )
+        set_up_logging(settings.log_format)
+        if worker_processes.is_worker():
+            uvloop.run(_work(settings, read))
+            return
         _check_port(settings)
-        _set_up_logging()
-        uvloop.run(_route(settings))
+        if settings.workers > 1:
+            uvloop.run(_run_workers(settings))
+        else:
+            uvloop.run(_route(settings, reload=read))
+
+
+@key_app.command("new")
+def new_key() -> None:
+    """Make an API key for a tenant: the key for its client, the hash for the router."""
+    key, hashed = tenants.new_key()
+    print(f"key:  {key}\nhash: {hashed}")  # noqa: T201
 
 
 @model_app.command("fetch")
@@ -209,28 +257,68 @@ async def _serve(settings: ServeConfig) -> None:
     err.print("stopped")
 
 
-async def _route(config: RouterConfig, *, stop: asyncio.Event | None = None, model_name: str = "...") -> None:
+async def _route(
+    config: RouterConfig,
+    *,
+    stop: asyncio.Event | None = None,
+    model_name: str = "...",
+    reload: Callable[[], RouterConfig] | None = None,
+) -> None:
     """Run the router until it is told to stop."""
-    from carryback_server.app import Router
-
     stop = stop or _on_signals(lambda: None)
-    router = Router(config)
+    async with _running(config, reload) as router:
+        _greet(router.url, router.admin_url, model_name)
+        await stop.wait()
+
+
+async def _work(config: RouterConfig, reload: Callable[[], RouterConfig]) -> None:
+    """Run the router as one of several workers, until it is told to stop or the others are gone."""
+    stop = _on_signals(lambda: None)
+    async with _running(config, reload, share_ports=True) as router:
+        print(router.url, flush=True)  # noqa: T201
+        ends = [asyncio.create_task(each) for each in (stop.wait(), worker_processes.parent_gone())]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+
+
+@asynccontextmanager
+async def _running(
+    config: RouterConfig, reload: Callable[[], RouterConfig] | None, *, share_ports: bool = False
+) -> AsyncIterator[Router]:
+    router = Router(config, reload=reload, share_ports=share_ports)
+    loop = asyncio.get_running_loop()
+    reloads: set[asyncio.Task[bool]] = set()
+
+    def hang_up() -> None:
+        reloads.add(task := loop.create_task(router.reload()))
+        task.add_done_callback(reloads.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
     try:
         await router.start()
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {config.host} port {config.port}: {error}; give another --port"
-        ) from error
+        raise ConfigError(f"cannot listen: {error}; give another --port or --admin-port") from error
     try:
-        _greet(router.url, model_name)
-        await stop.wait()
+        yield router
     finally:
         await router.stop()
 
 
-def _greet(url: str, model_name: str) -> None:
+async def _run_workers(config: RouterSettings) -> None:
+    stop = _on_signals(lambda: None)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    admin_host = f"[{config.admin_host}]" if ":" in config.admin_host else config.admin_host
+    port, admin_port = config.port, config.admin_port
+    if port == 0 or admin_port == 0:
+        raise ConfigError("workers listen on one port: port and admin_port cannot be 0")
+    urls = f"http://{host}:{port}", f"http://{admin_host}:{admin_port or port + 1}"
+    # They read the same flags, environment and file as this process has.
+    if not await worker_processes.run(config.workers, sys.argv[1:], stop, lambda: _greet(*urls, "...")):
+        raise ConfigError("a router worker could not start")
+
+
+def _greet(url: str, admin_url: str, model_name: str) -> None:
     out.print(
-        f"carryback is ready at {url}/v1\n\n"
+        f"carryback is ready at {url}/v1 (metrics: {admin_url}/metrics)\n\n"
         "    import carryback\n\n"
         f'    client = carryback.OpenAI(base_url="{url}/v1", api_key="none")\n'
         "    answer = client.chat.completions.create(\n"
@@ -364,10 +452,6 @@ def _is_installed(distribution: str) -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _set_up_logging() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class EngineConfig(BaseModel):
     events: str
     name: str = ""
     dns: bool = False
-    data_parallel_size: int = Field(1, gt=0)
+    data_parallel_size: int = Field(default=1, gt=0)
     api_key: SecretStr | None = None
 
     @field_validator("url")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
+from aiohttp import web
 
 from carryback_server.body import Body
 from carryback_server.errors import ApiError
@@ -164,7 +165,7 @@ class Endpoint:
 
     # -- an answer's end
 
-    def boundary(self, data: bytes, *, streamed: bool) -> Boundary:
+    def boundary(self, data: bytes, streamed: bool) -> Boundary:
         """Where a complete answer leaves its turn.
 
         Args:
@@ -177,6 +178,15 @@ class Endpoint:
     def error_body(self, error: ApiError) -> bytes:
         """An error object, JSON, as clients of this endpoint expect it."""
         return error.body()
+
+    def error(self, error: ApiError, headers: Mapping[str, str]) -> web.Response:
+        """A whole answer that says so, with these headers and the error's own."""
+        return web.Response(
+            status=error.status,
+            body=self.error_body(error),
+            content_type="application/json",
+            headers={**headers, **error.headers},
+        )
 
     def error_event(self, error: ApiError, tail: bytes = b"") -> bytes:
         """The event that ends a stream with an error.
@@ -245,7 +255,7 @@ class _Choosing(Endpoint):
         fields = _object(data)
         return data if fields is not None and fields.get("error") else None
 
-    def boundary(self, data: bytes, *, streamed: bool) -> Boundary:
+    def boundary(self, data: bytes, streamed: bool) -> Boundary:
         """See `Endpoint.boundary`."""
         calls = False
         reason = None
@@ -359,9 +369,9 @@ class Responses(Endpoint):
             }
         )
 
-    def boundary(self, data: bytes, *, streamed: bool) -> Boundary:
+    def boundary(self, data: bytes, streamed: bool) -> Boundary:
         """See `Endpoint.boundary`."""
-        response = _decoded(final_response(data, streamed=streamed), _Response)
+        response = _decoded(final_response(data, streamed), _Response)
         if response is None or response.status not in ("completed", "incomplete"):
             return "unfinished"
         # What the client has to do; other calls the server has done itself.
@@ -418,7 +428,7 @@ class AnthropicMessages(Endpoint):
     def _error(self, name: bytes, data: bytes) -> bytes | None:
         return data if name == b"error" else None
 
-    def boundary(self, data: bytes, *, streamed: bool) -> Boundary:
+    def boundary(self, data: bytes, streamed: bool) -> Boundary:
         """See `Endpoint.boundary`."""
         reason = None
         if streamed:
@@ -462,15 +472,15 @@ ENDPOINTS: dict[str, Endpoint] = {
 FORWARDED = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 
 # Served by engines of other kinds.
-NOT_SERVED = (
+REFUSED = (
     "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
     "/v2/rerank", "/v1/moderations", "/v1/images/generations", "/v1/audio/speech",
     "/v1/audio/transcriptions", "/v1/audio/translations",
 )  # fmt: skip
 
 
-def not_served(path: str) -> ApiError:
-    """The error for an endpoint of `NOT_SERVED`: a 404, which clients do not try again."""
+def refused(path: str) -> ApiError:
+    """The error for a path of `REFUSED`: a 404, which clients do not try again."""
     return ApiError(
         404,
         f"{path} is not served here: this router is for text generation. Send it to an engine that serves it.",
@@ -478,13 +488,13 @@ def not_served(path: str) -> ApiError:
     )
 
 
-def error_body(path: str, error: ApiError) -> bytes:
-    """An error object, JSON, as clients of this path expect it."""
-    endpoint = ENDPOINTS["/v1/messages" if path.startswith("/v1/messages") else "/v1/chat/completions"]
-    return endpoint.error_body(error)
+def error_response(path: str, error: ApiError, headers: Mapping[str, str]) -> web.Response:
+    """An error of the router's own, as clients of this path expect it."""
+    spoken = "/v1/messages" if path.startswith("/v1/messages") else "/v1/chat/completions"
+    return ENDPOINTS[spoken].error(error, headers)
 
 
-def final_response(data: bytes, *, streamed: bool) -> bytes:
+def final_response(data: bytes, streamed: bool) -> bytes:
     """The response object, JSON, of a complete answer of `/v1/responses`; empty if there is none.
 
     Args:

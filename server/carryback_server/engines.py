@@ -341,7 +341,7 @@ class Engine:
         except ConnectFailed as error:
             self.mark_down(error)
             return self.is_gone
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
             self._failed_probes += 1
             if self._failed_probes >= PROBES_FAILED:
                 self.mark_down(error)

@@ -9,6 +9,8 @@ from carryback import wire
 from carryback.identity import Identifier, turn_of
 
 from carryback_server.body import Body
+from carryback_server.chains import Chain
+from carryback_server.endpoints import Endpoint
 from carryback_server.errors import ApiError
 
 
@@ -33,11 +35,22 @@ class Who:
     ends: bool = False
 
 
-def identify(headers: Mapping[str, str], body: Body, identifier: Identifier) -> Who:
-    """Read a request's hints, else infer from its messages; takes `conversation_id` out of the body.
+def identify(
+    headers: Mapping[str, str],
+    body: Body,
+    endpoint: Endpoint,
+    identifier: Identifier,
+    *,
+    tenant: str,
+    chain: Chain | None = None,
+) -> Who:
+    """Read a request's hints, else its chain of responses, else infer from its messages. Takes
+    `conversation_id` out of the body.
 
     Args:
         headers: looked up without regard to case.
+        tenant: whose conversations it may continue.
+        chain: what its `previous_response_id` stands for.
 
     Raises:
         ApiError: 400, an id is not one; names the header or field.
@@ -47,20 +60,20 @@ def identify(headers: Mapping[str, str], body: Body, identifier: Identifier) -> 
     turn = _id(headers.get(wire.TURN_ID), wire.TURN_ID)
     step = _step(headers.get(wire.TURN_STEP))
     ends = headers.get(wire.CONVERSATION_END, "").strip().lower() == "true"
+    if not conversation and chain is not None and chain.conversation:
+        conversation, parent = chain.conversation, parent or chain.parent
     if conversation and turn and step:
         # All is said, and the messages, the bulk of the body, need not be parsed.
         return Who(conversation, parent, turn, step, ends=ends)
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+    if (said := endpoint.messages(body)) is None:
         return Who(conversation, parent, turn, step, ends=ends)
+    messages, tools = said
     if conversation:
         inferred_turn, inferred_step = turn_of(messages)
         return Who(conversation, parent, turn or inferred_turn, step or inferred_step, ends=ends)
-    tools, group = body.get("tools"), body.get("prompt_cache_key")
+    group = body.get("prompt_cache_key")
     identity = identifier.identify(
-        messages,
-        tools if isinstance(tools, list) else None,
-        group=group if isinstance(group, str) else "",
+        messages, tools, scope=tenant, group=group if isinstance(group, str) else ""
     )
     return Who(
         identity.conversation,

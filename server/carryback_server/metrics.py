@@ -1,7 +1,8 @@
 """What the router counts, for Prometheus. One registry a router, so that tests can run several.
 
 With several worker processes, the variable `PROMETHEUS_MULTIPROC_DIR` names a folder that they share; it
-must be set before this module is imported. Each worker then answers for all of them.
+must be set before this module is imported. Each worker then answers for all of them. Who starts the
+workers says when one has ended (`prometheus_client.multiprocess.mark_process_dead`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.metrics import MetricWrapperBase
-from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from carryback_server.access_log import Entry
 
@@ -213,6 +214,11 @@ class Metrics:
             "tenant_held_blocks", "KV blocks pinned for a tenant's conversations.", "tenant"
         )
 
+        self.rate_uncounted = counter(
+            "tenant_rate_uncounted_requests",
+            "Requests whose rate one router counted alone, since Redis was gone.",
+        )
+
         # -- state
         self.state_operations = counter(
             "state_operations", "Operations on the store of conversations.", "operation", "result"
@@ -220,7 +226,6 @@ class Metrics:
         self.state_seconds = histogram(
             "state_operation_seconds", "How long they took.", _SHORT_S, "operation"
         )
-        self.state_up = gauge("state_up", "Whether the store answers.", over_workers="livemin")
 
         # -- the router itself
         self.workers = gauge("workers", "Worker processes of the router.")
@@ -242,6 +247,8 @@ class Metrics:
         self._tokens = Labelled(self.prompt_tokens)
         self._tenant_requests = Labelled(self.tenant_requests)
         self._tenant_tokens = Labelled(self.tenant_tokens)
+        self._tenant_rejected = Labelled(self.tenant_rejected)
+        self._tenant_in_flight = Labelled(self.tenant_in_flight)
         self._tenant_held = Labelled(self.tenant_held_blocks)
         self._held = Labelled(self.held_records), Labelled(self.held_tokens), Labelled(self.held_blocks)
         self._given_up = Labelled(self.pins_given_up)
@@ -268,6 +275,12 @@ class Metrics:
             self._errors[entry.error,].inc()
         if entry.tenant:
             self._tenant_requests[entry.tenant,].inc()
+            if entry.status == 429 and entry.error:
+                self._tenant_rejected[entry.tenant, entry.error].inc()
+
+    def in_flight_of(self, tenant: str) -> Gauge:
+        """A tenant's requests that are being answered."""
+        return self._tenant_in_flight[tenant,]
 
     def observe_reuse(self, reuse: Reuse, tenant: str = "") -> None:
         """Count what one request reused."""
@@ -314,10 +327,6 @@ class Metrics:
                 metric.labels(role, name).set(math.nan)  # cannot be taken out of the shared files
             else:
                 metric.remove(role, name)
-
-    def forget_worker(self, pid: int) -> None:
-        """A worker process has ended: its gauges count no more. For the process that started it."""
-        mark_process_dead(pid)  # type: ignore[no-untyped-call]
 
     def exposition(self) -> bytes:
         """The text that Prometheus reads. Takes milliseconds."""

@@ -21,7 +21,7 @@ from carryback_server.metrics import Metrics
 # A release that an engine has not confirmed by then is no longer counted on.
 RELEASE_LOST_S = 60.0
 
-Why = Literal["retention", "budget", "tenant_share"]
+Why = Literal["retention", "budget", "tenant_share", "shutdown"]
 
 
 class Rank(IntEnum):
@@ -56,6 +56,11 @@ class Pin:
     since: float = field(default_factory=time.monotonic)
     timer: asyncio.TimerHandle | None = None
 
+    @property
+    def time_left(self) -> float:
+        """Seconds until it is given up."""
+        return self.timer.when() - asyncio.get_running_loop().time() if self.timer is not None else math.inf
+
 
 _Queue = OrderedDict[str, Pin]
 
@@ -79,19 +84,15 @@ class Pins:
 
     Args:
         budget: the share of an engine's blocks that may be held for absent conversations.
-        shares: the share of the budget that a tenant's may take, by tenant; 1 if it is not there.
         let_go: called with a pin that is to be given up, and why. It is no longer counted then.
+
+    Attributes:
+        shares: the share of the budget that a tenant's may take, by tenant; 1 if it is not there.
     """
 
-    def __init__(
-        self,
-        budget: float,
-        shares: Mapping[str, float],
-        metrics: Metrics,
-        let_go: Callable[[Pin, Why], None],
-    ) -> None:
+    def __init__(self, budget: float, metrics: Metrics, let_go: Callable[[Pin, Why], None]) -> None:
         self._budget = budget
-        self.shares = shares
+        self.shares: Mapping[str, float] = {}
         self._metrics = metrics
         self._let_go = let_go
         self._pins: dict[str, Pin] = {}
@@ -99,6 +100,10 @@ class Pins:
 
     def __len__(self) -> int:
         return len(self._pins)
+
+    def get(self, key: str) -> Pin | None:
+        """The pin of the request with this key."""
+        return self._pins.get(key)
 
     def add(self, pin: Pin, hold_s: float) -> None:
         """Count a pin.
@@ -110,9 +115,8 @@ class Pins:
         held = self._held.setdefault(pin.engine, _Held())
         self._queue(held, pin)[pin.key] = pin
         held.blocks[pin.tenant] = held.blocks.get(pin.tenant, 0) + pin.blocks
-        self._metrics.held(pin.engine.name, 1, pin.tokens, pin.blocks)
+        self._metrics.held(pin.engine.name, 1, pin.tokens, pin.blocks, pin.tenant)
         self._set_timer(pin, hold_s)
-        self.enforce(pin.engine)
 
     def settle(self, key: str, rank: Rank, hold_s: float) -> None:
         """Say where in its turn a conversation stands, once that is known.
@@ -136,7 +140,7 @@ class Pins:
         held.blocks[pin.tenant] -= pin.blocks
         if pin.timer is not None:
             pin.timer.cancel()
-        self._metrics.held(pin.engine.name, -1, -pin.tokens, -pin.blocks)
+        self._metrics.held(pin.engine.name, -1, -pin.tokens, -pin.blocks, pin.tenant)
         return pin
 
     def released(self, key: str, engine: Engine) -> Pin | None:
@@ -176,6 +180,11 @@ class Pins:
         excess = math.ceil((total - budget) * own / total) if total > budget else 0
         while excess > 0 and (blocks := self._give_up(held, list(held.queues), "budget")):
             excess -= blocks
+
+    def give_up_all(self) -> None:
+        """Give up all there is."""
+        for pin in list(self._pins.values()):
+            self._leave(pin, "shutdown")
 
     def _give_up(self, held: _Held, tenants: list[str], why: Why) -> int:
         """Give up one pin of these tenants; its blocks, 0 if there is none."""

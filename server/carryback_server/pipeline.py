@@ -6,41 +6,39 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from carryback import wire
 from carryback.identity import Identifier
-from carryback.wire import Reuse, events
+from carryback.wire import Reuse
 
+from carryback_server.access_log import AccessLog, Entry
 from carryback_server.body import Body
+from carryback_server.chains import Chain, Chains
 from carryback_server.config import RouterConfig
-from carryback_server.engines import Engine, EngineDown, Pool
+from carryback_server.endpoints import ENDPOINTS, Endpoint, Responses
+from carryback_server.engines import Engine, EngineDown, Visit
 from carryback_server.errors import ApiError
+from carryback_server.hold import EXPIRY_MARGIN_S, Holding, whole
 from carryback_server.identify import Who, identify
 from carryback_server.metrics import Metrics
-from carryback_server.placement import decode_engine, least_loaded
-from carryback_server.records import Conversation, Record, Records
-from carryback_server.relay import Answer, begin, relay
+from carryback_server.placement import TokenEstimate, decode_engine, less_loaded
+from carryback_server.pool import Pool
+from carryback_server.relay import Answer, Relay, begin
+from carryback_server.state import Conversation, Record, StateDown, make_state
+from carryback_server.tenants import Tenant, Tenants
+from carryback_server.tracing import Trace, make_tracer
+from carryback_server.upstream import UpstreamError
 
 logger = logging.getLogger("carryback")
 
-# How each endpoint spells the number of tokens to generate.
-ENDPOINTS = {
-    "/v1/chat/completions": "max_completion_tokens",
-    "/v1/completions": "max_tokens",
-}
-# An event that has not come this long after its answer's end will not come.
-EVENT_LOST_S = 60.0
-# How often a prefill engine that broke off is asked for its record, a probe's interval apart.
-PROBES_AFTER_FAILURE = 10
 # A prefill engine that answers so has not told the decode engine to let go.
 _NOT_TAKEN = ("unverified", "no_plugin", "load_failed")
 
@@ -60,6 +58,8 @@ class Trip:
     """
 
     request: web.Request
+    endpoint: Endpoint
+    tenant: Tenant
     body: Body
     who: Who
     conversation: Conversation
@@ -68,17 +68,11 @@ class Trip:
     hold_s: float
     headers: dict[str, str]
     started: float
+    entry: Entry
+    trace: Trace
+    chain: Chain | None
     why_none: str = ""
     holder: Engine | None = None
-
-
-@dataclass
-class Flight:
-    """A decode whose `Held` event is to come."""
-
-    conversation: Conversation
-    held: bool = False
-    has_landed: bool = False
 
 
 @dataclass
@@ -108,142 +102,308 @@ class Refused(Exception):
 
 
 class Pipeline:
-    """Takes requests through both hops, and keeps the records between them."""
+    """Takes requests through both hops.
 
-    def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
+    Args:
+        tenants: who may ask for what.
+        on_message: called with each message that a router broadcast to those that share its state.
+
+    Raises:
+        ConfigError: the state cannot be what the settings say.
+    """
+
+    def __init__(
+        self, config: RouterConfig, metrics: Metrics, tenants: Tenants, on_message: Callable[[bytes], None]
+    ) -> None:
         self._config = config
         self._metrics = metrics
         # Keys are unique for ever: engines use them as request ids, and events come back under them.
         self._router_id = f"cb{uuid.uuid4().hex[:12]}."
         self._counter = count(1)
-        self._flights: dict[str, Flight] = {}
-        self._background: set[asyncio.Task[Any]] = set()
+        self.in_flight: Counter[tuple[str, str]] = Counter()
         self._identifier = Identifier(config.identity_capacity)
-        self.records = Records(metrics, lambda record: self._release(record.engine, record.held.request))
+        self._estimate = TokenEstimate()
+        self.tenants = tenants
+        self._tracer = make_tracer(config, metrics)
+        self._access_log = AccessLog(config.log_format, metrics.log_lines_dropped)
+        self._is_shared = config.state != "memory"
+        self.state = make_state(
+            config, on_evicted=lambda record: self.holding.drop(record), on_message=on_message
+        )
+        self._chains = Chains(self.state, ttl_s=config.response_ttl_s, max_bytes=config.response_max_bytes)
+        self.holding = Holding(config, self.state, metrics, lambda name: self.pool.find(name))
         self.pool = Pool(
             config,
             metrics,
             router_id=self._router_id,
-            on_event=self._on_event,
-            on_lost=lambda engine, run: self.records.void(engine, keep=run),
+            on_event=self.holding.on_event,
+            on_lost=self.holding.lost,
         )
 
     async def start(self) -> None:
-        """Connect to the engines."""
+        """Connect to the state and the engines."""
+        await self.state.start()
         await self.pool.start()
 
     async def stop(self) -> None:
         """Let go of all that is held for conversations that cannot come back, then disconnect."""
-        late = [asyncio.ensure_future(each.late.wait()) for each in self.records if each.late is not None]
-        if late:
-            _, missing = await asyncio.wait(late, timeout=self._config.held_event_wait_s)
-            for task in missing:
-                task.cancel()
-        held: dict[Engine, list[str]] = {}
-        for conversation in list(self.records):
-            if (record := self.records.delete(conversation.id)) is not None:
-                held.setdefault(record.engine, []).append(record.held.request)
-        for engine, request_ids in held.items():
-            if engine.is_up:
-                self._spawn(engine.release(request_ids))
-        if self._background:
-            await asyncio.wait(self._background, timeout=5)
+        await self.holding.stop()
         await self.pool.stop()
+        await self.state.stop()
+        await self._tracer.stop()
+        self._access_log.stop()
 
-    async def delete(self, conversation_id: str) -> bool:
-        """End a conversation and release what is held for it; whether it was known."""
-        known = self.records.get(conversation_id) is not None
-        record = self.records.delete(conversation_id)
+    async def delete(self, tenant: str, conversation_id: str) -> bool:
+        """End a conversation and release what is held for it; whether it was known.
+
+        Raises:
+            StateDown: nobody knows.
+        """
+        known, record = await self.state.delete(tenant, conversation_id)
         if record is not None:
-            await record.engine.release([record.held.request])
+            self.holding.drop(record)
         return known
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer one request to an endpoint of `ENDPOINTS`.
+        """Answer one request to an endpoint of `ENDPOINTS`."""
+        started = time.monotonic()
+        endpoint = ENDPOINTS[request.path]
+        entry = Entry(endpoint=request.path, request_id=request.headers.get("X-Request-Id", ""))
+        trace = self._tracer.request(request.headers, request.path)
+        entry.trace_id = trace.trace_id
+        headers: dict[str, str] = {}
+        self._metrics.in_flight.inc()
+        try:
+            response = await self._travel(request, endpoint, entry, trace, headers, started)
+            entry.status = response.status
+        except ApiError as error:
+            entry.status, entry.error = error.status, error.code
+            response = endpoint.error(error, headers)
+        except (asyncio.CancelledError, ConnectionResetError):
+            entry.client_gone = True
+            raise
+        except Exception:
+            entry.status, entry.error = 500, "router_failed"
+            raise
+        finally:
+            self._metrics.in_flight.dec()
+            entry.duration_s = time.monotonic() - started
+            self._metrics.observe_request(entry)
+            self._access_log.write(entry)
+            trace.end(entry)
+        return response
+
+    async def _travel(
+        self,
+        request: web.Request,
+        endpoint: Endpoint,
+        entry: Entry,
+        trace: Trace,
+        headers: dict[str, str],
+        started: float,
+    ) -> web.StreamResponse:
+        """The six steps.
 
         Raises:
-            ApiError: the request is malformed, or no engine can serve it.
+            ApiError: the request is malformed or not allowed, or no engine can serve it.
         """
-        trip = await self._identify(request)
-        conversation = trip.conversation
-        conversation.in_flight += 1
-        prefilled = Prefilled(Reuse("miss", 0, trip.alone))
-        try:
-            if not trip.alone:
-                record = await self._recall(trip)
-                prefilled = await self._prefill(trip, record)
-            trip.headers[wire.CARRYBACK_REUSE] = prefilled.reuse.header()
-            conversation.reuse = prefilled.reuse
-            return await self._decode(trip, prefilled)
-        except Refused as refused:
-            headers = {**trip.headers, "Content-Type": refused.content_type}
-            return web.Response(status=refused.status, body=refused.body, headers=headers)
-        except ApiError as error:
-            return error.response(trip.headers)
-        finally:
-            if prefilled.engine is not None and prefilled.is_over:
-                self._release(prefilled.engine, prefilled.params.get("remote_request_id"))
-            conversation.in_flight -= 1
-            if conversation.why_none == "in_use" and not conversation.in_flight:
-                conversation.why_none = "no_record"
-            if trip.who.ends:
-                await self.delete(conversation.id)
+        tenant = self.tenants.of(request.headers)
+        entry.tenant = tenant.name
+        async with tenant.admit():
+            with trace.step("identify"):
+                trip = await self._identify(request, endpoint, tenant, entry, trace, headers, started)
+            name = tenant.name, trip.conversation.id
+            self.in_flight[name] += 1
+            prefilled = Prefilled(Reuse("miss", 0, trip.alone))
+            try:
+                if not trip.alone:
+                    with trace.step("recall") as step:
+                        record = await self._recall(trip)
+                        step.set(found=record is not None)
+                    prefilled = await self._prefill(trip, record)
+                entry.reuse = prefilled.reuse
+                headers[wire.CARRYBACK_REUSE] = trip.conversation.reuse = prefilled.reuse.header()
+                return await self._decode(trip, prefilled)
+            except Refused as refused:
+                return web.Response(
+                    status=refused.status,
+                    body=refused.body,
+                    headers={**headers, "Content-Type": refused.content_type},
+                )
+            finally:
+                if prefilled.engine is not None and prefilled.is_over:
+                    self.holding.release(prefilled.engine, prefilled.params.get("remote_request_id"))
+                self.in_flight[name] -= 1
+                if not self.in_flight[name]:
+                    del self.in_flight[name]
+                if trip.conversation.id:
+                    await self._close(trip)
+
+    async def response(self, request: web.Request) -> web.Response:
+        """Answer `GET /v1/responses/{id}`: a response that can be continued.
+
+        Raises:
+            ApiError: 404, there is none with this id.
+        """
+        tenant = self.tenants.of(request.headers)
+        found = await self._chains.get(tenant.name, request.match_info["id"])
+        return web.Response(body=found, content_type="application/json")
+
+    async def pass_on(self, request: web.Request) -> web.Response:
+        """Answer a request that a single engine answers at once, as it is: `/tokenize`, `/detokenize`.
+
+        Raises:
+            ApiError: it is malformed or not allowed, or no engine is up.
+        """
+        tenant = self.tenants.of(request.headers)
+        async with tenant.admit():
+            data = await self._read(request)
+            tenant.check_model(Body(data).get("model"))
+            engine = less_loaded(self.pool.of("prefill")) or less_loaded(self.pool.of("decode"))
+            if engine is None:
+                raise ApiError(503, "no engine is up", code="no_engine")
+            timeout_s = self._config.prefill_timeout_s
+            try:
+                async with asyncio.timeout(timeout_s):
+                    reply = await engine.post(request.path, data, request_id=self._key(), timeout_s=timeout_s)
+                    content = await reply.read()
+            except (EngineDown, UpstreamError, TimeoutError) as error:
+                raise ApiError(502, str(error) or "no answer in time", code="engine_failed") from error
+        return web.Response(status=reply.status, body=content, headers={"Content-Type": reply.content_type})
 
     # -- identify
 
-    async def _identify(self, request: web.Request) -> Trip:
-        started = time.monotonic()
-        body = Body(await _read(request, self._config.max_body_bytes))
-        who = identify(request.headers, body, self._identifier)
+    async def _identify(
+        self,
+        request: web.Request,
+        endpoint: Endpoint,
+        tenant: Tenant,
+        entry: Entry,
+        trace: Trace,
+        headers: dict[str, str],
+        started: float,
+    ) -> Trip:
+        body = Body(await self._read(request))
+        if (salt := tenant.salt(body.get("cache_salt"))) is not None:
+            body.put("cache_salt", salt)
+        tenant.check_media(body.raw("input" if isinstance(endpoint, Responses) else "messages") or b"")
+        entry.bytes_in = body.size
+        model = body.get("model")
+        tenant.check_model(model)
+        entry.model = model if isinstance(model, str) else ""
+        chain = await self._chains.resolve(tenant.name, body) if isinstance(endpoint, Responses) else None
+        who = identify(request.headers, body, endpoint, self._identifier, tenant=tenant.name, chain=chain)
+        entry.conversation, entry.turn, entry.step = who.conversation, who.turn, who.step
+        headers.update(_headers(request, who))
         use = _reuse_switch(request.headers)
-        alone = _decode_alone(body)
+        alone = endpoint.alone(body)
         if not who.conversation:
-            # It has none: one that is gone already, so that nothing is kept of it.
-            conversation = Conversation("", why_none="no_conversation", is_deleted=True)
+            # It has none: one that nothing is kept of.
+            conversation = Conversation.new(tenant.name, "", None)
         else:
-            conversation = self.records.open(who.conversation, who.parent)
-            conversation.last_seen = time.time()
-            conversation.requests += 1
+            conversation = await self._open(tenant, who)
             conversation.turn, conversation.step = who.turn, who.step
-        hold_s = self._config.hold_s
-        if who.is_guess:
-            hold_s = min(hold_s, self._config.hold_first_s)
+        hold_s = self._config.hold_first_s if who.is_guess else self._config.hold_s
         if not who.conversation or who.ends or alone or not use:
             hold_s = 0
-        return Trip(request, body, who, conversation, use, alone, hold_s, _headers(request, who), started)
+        return Trip(
+            request,
+            endpoint,
+            tenant,
+            body,
+            who,
+            conversation,
+            use,
+            alone,
+            hold_s,
+            headers,
+            started,
+            entry,
+            trace,
+            chain,
+        )
+
+    async def _read(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self._config.body_timeout_s):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            message = (
+                f"the body is larger than {self._config.max_body_bytes} bytes, the router's max_body_bytes"
+            )
+            raise ApiError(413, message, code="body_too_large") from error
+        except TimeoutError as error:
+            message = f"the body did not come within {self._config.body_timeout_s:g} s (body_timeout_s)"
+            raise ApiError(408, message, code="body_timeout") from error
+
+    async def _open(self, tenant: Tenant, who: Who) -> Conversation:
+        try:
+            return await self.state.open(tenant.name, who.conversation, who.parent)
+        except StateDown:
+            return Conversation.new(tenant.name, who.conversation, who.parent)
+
+    async def _close(self, trip: Trip) -> None:
+        """After a request: keep what is known of its conversation, or forget it if it has ended."""
+        if trip.who.ends:
+            work = self._forget(trip)
+        else:
+            name = trip.tenant.name, trip.conversation.id
+            trip.conversation.why_none = "in_use" if name in self.in_flight else "no_record"
+            work = self._save(trip)
+        if self._is_shared:
+            self.holding.spawn(work)
+        else:
+            await work
+
+    async def _forget(self, trip: Trip) -> None:
+        with suppress(StateDown):
+            await self.delete(trip.tenant.name, trip.conversation.id)
+
+    async def _save(self, trip: Trip) -> None:
+        with suppress(StateDown):
+            await self.state.save(trip.conversation)
 
     # -- recall
 
     async def _recall(self, trip: Trip) -> Record | None:
         """Take the conversation's record; without one, `trip.why_none` says why."""
+        conversation = trip.conversation
         if not trip.use:
             trip.why_none = "off"
             return None
-        conversation, late = trip.conversation, trip.conversation.late
-        if conversation.record is None and late is not None and not late.is_set():
-            try:
-                async with asyncio.timeout(self._config.held_event_wait_s):
-                    await late.wait()
-            except TimeoutError:
-                if conversation.late is late:
-                    conversation.late = None  # wait for it once
-                self._metrics.held_missing.inc()
-                trip.why_none = "event_missing"
-                return None
-        record = self.records.take(conversation)
+        if not conversation.id:
+            trip.why_none = "no_conversation"
+            return None
+        record = await self.holding.take(conversation)
         trip.why_none = conversation.why_none
-        trip.holder = record.engine if record is not None else None
-        return record
+        if record is None:
+            return None
+        trip.holder = self.pool.find(record.engine)
+        # A router that has just started has not heard the engine yet.
+        if trip.holder is None or trip.holder.run not in (record.run, ""):
+            trip.why_none, trip.holder = "engine_lost", None
+        elif time.time() > record.deadline - EXPIRY_MARGIN_S:
+            trip.why_none = "expired"
+            self.holding.release(trip.holder, record.request)
+        else:
+            return record
+        self._metrics.records_lost.labels(trip.why_none).inc()
+        return None
 
     # -- place, prefill
 
     async def _prefill(self, trip: Trip, record: Record | None) -> Prefilled:
         tried: list[Engine] = []
-        while (engine := least_loaded(self.pool.of("prefill"), but=tried)) is not None:
+        expected = record.tokens if record is not None else 0
+        while True:
+            with trip.trace.step("place") as step:
+                engine = less_loaded(self.pool.of("prefill"), but=tried)
+                if engine is None:
+                    break
+                step.engine(engine.name, engine.site.url)
             tried.append(engine)
             key = self._key()
-            params: dict[str, Any] = msgspec.json.decode(record.held.record) if record else {}
-            params |= {
+            mine = {
                 "do_remote_decode": True,
                 "do_remote_prefill": False,
                 "carryback_key": key,
@@ -251,10 +411,14 @@ class Pipeline:
             }
             # A record is offered once: after a failure nobody knows whether it was read.
             offered, record = record, None
+            params = {**whole(offered), **mine} if offered is not None else mine
             is_over = False
             try:
-                answer = await self._ask(engine, trip, params, key)
+                with trip.trace.step("prefill") as step:
+                    step.engine(engine.name, engine.site.url)
+                    answer = await self._ask(engine, trip, params, key, expected, step.headers())
                 prefilled = _prefilled(answer, engine, offered is not None, trip.why_none)
+                self._estimate.learn(trip.body.size, prefilled.reuse.prompt_tokens)
                 is_over = prefilled.reuse.reason in _NOT_TAKEN
                 if not is_over:
                     offered = None  # the prefill engine has told the decode engine to let go
@@ -265,42 +429,60 @@ class Pipeline:
             except EngineDown as error:
                 logger.warning("prefill: %s", error)
                 self._metrics.retries.labels("prefill", "timeout" if error.is_timeout else "down").inc()
+                trip.entry.retries += 1
                 trip.why_none = "prefill_failed"
                 is_over = error.is_over
             finally:
-                if offered is not None and is_over:
-                    self._release(offered.engine, offered.held.request)
+                if offered is not None and trip.holder is not None and is_over:
+                    self.holding.release(trip.holder, offered.request)
                 elif offered is not None:
-                    self._spawn(self._withdraw(engine, offered))
+                    self.holding.spawn(self.holding.withdraw(engine, trip.holder, offered))
         # Without any prefill engine, a decode engine does the whole request.
-        if record is not None:
-            self._release(record.engine, record.held.request)
+        if record is not None and trip.holder is not None:
+            self.holding.release(trip.holder, record.request)
         return Prefilled(Reuse("miss", 0, "prefill_failed" if tried else "prefill_unavailable"))
 
-    async def _ask(self, engine: Engine, trip: Trip, params: dict[str, Any], key: str) -> dict[str, Any]:
+    async def _ask(
+        self,
+        engine: Engine,
+        trip: Trip,
+        params: dict[str, Any],
+        key: str,
+        expected: int,
+        headers: Mapping[str, str],
+    ) -> dict[str, Any]:
         """The prefill engine's answer, decoded.
+
+        Args:
+            expected: tokens that it will likely not have to compute.
 
         Raises:
             EngineDown: no usable answer.
             Refused: the engine refused the request, with a 4xx.
         """
         path, timeout_s = trip.request.path, self._config.prefill_timeout_s
-        data = trip.body.for_prefill(ENDPOINTS[path], params)
-        with engine.busy(trip.body.size):
-            deadline = time.monotonic() + timeout_s
-            response = await engine.post(path, data, request_id=key, timeout_s=timeout_s)
-            async with response:
-                try:
-                    async with asyncio.timeout(deadline - time.monotonic()):
-                        content = await response.read()
-                except (aiohttp.ClientError, OSError) as error:
-                    response.close()
-                    raise EngineDown(engine, f"broke off ({type(error).__name__})") from error
-        if 400 <= response.status < 500:
-            raise Refused(response.status, response.headers.get("Content-Type", "application/json"), content)
-        if response.status != 200:
-            message = f"status {response.status}: {content[:500].decode(errors='replace')}"
-            raise EngineDown(engine, message, is_over=True)
+        trip.entry.prefill_engine = engine.name
+        sent = time.monotonic()
+        data = trip.endpoint.for_prefill(trip.body, params)
+        tokens = max(self._estimate.tokens(trip.body.size) - expected, 1)
+        with engine.busy(tokens):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    reply = await engine.post(
+                        path, data, request_id=key, timeout_s=timeout_s, headers=headers
+                    )
+                    content = await reply.read()
+            except TimeoutError as error:
+                raise EngineDown(engine, f"no answer within {timeout_s:g} s", is_timeout=True) from error
+            except UpstreamError as error:
+                raise EngineDown(engine, str(error)) from error
+            finally:
+                trip.entry.prefill_s += time.monotonic() - sent
+            if reply.status >= 500:
+                message = f"status {reply.status}: {content[:500].decode(errors='replace')}"
+                raise EngineDown(engine, message, is_over=True)
+        if reply.status != 200:
+            raise Refused(reply.status, reply.content_type, content)
         try:
             answer = msgspec.json.decode(content, type=dict[str, Any])
         except msgspec.DecodeError as error:
@@ -311,9 +493,16 @@ class Pipeline:
 
     async def _decode(self, trip: Trip, prefilled: Prefilled) -> web.StreamResponse:
         params, holder = prefilled.params, trip.holder
+        tokens = prefilled.reuse.prompt_tokens or self._estimate.tokens(trip.body.size)
         tried: list[Engine] = []
         while True:
-            engine = decode_engine(self.pool.of("decode"), holder, but=tried)
+            engine = decode_engine(
+                self.pool.of("decode"),
+                holder,
+                overload_factor=self._config.overload_factor,
+                slack_tokens=self._config.overload_slack_tokens,
+                but=tried,
+            )
             if engine is None and tried and tried[-1].is_up:
                 engine = tried[-1]
             if engine is None:
@@ -321,33 +510,32 @@ class Pipeline:
             tried.append(engine)
             key = self._key()
             hold_s = trip.hold_s if engine.is_heard else 0
-            data = trip.body.for_decode({**params, "carryback_key": key, "hold_s": hold_s})
+            data = trip.endpoint.for_decode(trip.body, {**params, "carryback_key": key, "hold_s": hold_s})
             if params:
                 prefilled.is_over = False
             if hold_s > 0:
-                self._flights[key] = Flight(trip.conversation)
+                self.holding.expect(key, trip.conversation, trip.trace, is_first=trip.who.is_guess)
             try:
-                with engine.busy(trip.body.size):
-                    answer = await self._begin(engine, trip.request.path, data, key)
+                with engine.busy(tokens) as visit, trip.trace.step("decode") as step:
+                    step.engine(engine.name, engine.site.url)
+                    answer = await self._begin(engine, trip, data, key, step.headers())
                     try:
                         # Nothing has been sent: once more, and without the transfer, which may be at fault.
                         if answer.has_failed and len(tried) == 1:
                             message = f"failed before the first byte: {_excerpt(answer)}"
-                            raise EngineDown(engine, message, is_over=True)
+                            # It may be the prefill engine's fault, whose KV could not be read.
+                            raise EngineDown(engine, message, is_over=True, is_own=not params)
                         if answer.status >= 400:
                             prefilled.is_over = True
                         elif not answer.has_failed:
-                            self._metrics.ttft.labels(prefilled.reuse.outcome).observe(
-                                time.monotonic() - trip.started
-                            )
-                            self._metrics.observe_reuse(prefilled.reuse)
-                        on_end = partial(self._land, key, True)
-                        response = await relay(trip.request, _settled(answer), trip.headers, on_end)
+                            trip.entry.ttft_s = time.monotonic() - trip.started
+                            self._metrics.observe_first_byte(trip.entry)
+                        return await self._relay(trip, key, answer, visit)
                     finally:
-                        answer.close()
-                return response
+                        answer.reply.close()
             except EngineDown as error:
                 logger.warning("decode: %s", error)
+                trip.entry.retries += 1
                 self._metrics.retries.labels("decode", "timeout" if error.is_timeout else "down").inc()
                 if error.is_timeout:
                     raise ApiError(504, str(error), code="engine_timeout") from error
@@ -357,85 +545,53 @@ class Pipeline:
                     prefilled.is_over = error.is_over
                 params, holder = {}, None
             finally:
-                self._land(key, False)
+                self.holding.land(key, None)
 
-    async def _begin(self, engine: Engine, path: str, data: bytes, key: str) -> Answer:
-        timeout_s = self._config.first_byte_timeout_s
-        deadline = time.monotonic() + timeout_s
-        upstream = await engine.post(path, data, request_id=key, timeout_s=timeout_s)
-        return await begin(engine, upstream, max(deadline - time.monotonic(), 0.001))
+    async def _begin(
+        self, engine: Engine, trip: Trip, data: bytes, key: str, headers: Mapping[str, str]
+    ) -> Answer:
+        path, timeout_s = trip.request.path, self._config.first_byte_timeout_s
+        trip.entry.decode_engine = engine.name
+        sent = time.monotonic()
+        try:
+            reply = await engine.post(path, data, request_id=key, timeout_s=timeout_s, headers=headers)
+            left = max(timeout_s - (time.monotonic() - sent), 0.001)
+            return await begin(engine, reply, trip.endpoint, left)
+        finally:
+            trip.entry.decode_wait_s += time.monotonic() - sent
 
-    # -- hold
+    async def _relay(self, trip: Trip, key: str, answer: Answer, visit: Visit) -> web.StreamResponse:
+        def on_end(data: bytes) -> None:
+            boundary = trip.endpoint.boundary(data, streamed=answer.is_stream)
+            trip.conversation.boundary = boundary
+            self.holding.land(key, boundary)
 
-    def _land(self, key: str, has_ended: bool) -> None:
-        """A decode is over; called again, does nothing. If it ended well, its event has come or comes in a moment."""
-        flight = self._flights.get(key)
-        if flight is None or flight.has_landed:
-            return
-        flight.has_landed = True
-        if flight.held:
-            del self._flights[key]
-            return
-        if not has_ended:
-            # An answer that was broken off may still have ended in an event.
-            flight.conversation = Conversation("", is_deleted=True)
-        else:
-            flight.conversation.late = asyncio.Event()
-        asyncio.get_running_loop().call_later(EVENT_LOST_S, self._flights.pop, key, None)
+        async def before_end(data: bytes) -> None:
+            if trip.chain is not None:
+                await self._chains.remember(
+                    trip.chain, trip.who.conversation, data, streamed=answer.is_stream
+                )
+            await self.holding.stored(key)
 
-    def _on_event(self, engine: Engine, event: events.Held | events.Released | events.Declined) -> None:
-        if isinstance(event, events.Released):
-            self.records.released(event.key)
-        elif isinstance(event, events.Declined):
-            self._metrics.declined.labels(event.reason).inc()
-        elif (flight := self._flights.get(event.key)) is not None:
-            flight.held = True
-            if flight.has_landed:
-                del self._flights[event.key]
-            if event.blocks:
-                record = Record(engine, event, time.monotonic() + event.hold_s)
-                self.records.put(flight.conversation, record)
-            if flight.conversation.late is not None:
-                flight.conversation.late.set()
-
-    def _release(self, engine: Engine, request_id: object) -> None:
-        """Make an engine let go, in the background; it may have done so already."""
-        if engine.is_up and isinstance(request_id, str):
-            self._spawn(engine.release([request_id]))
-
-    async def _withdraw(self, prefill: Engine, record: Record) -> None:
-        """Take a record back from a prefill engine that has not answered for it.
-
-        KV must not be let go of under a reader, so the prefill engine is asked. It tells the decode engine
-        itself. Only once its process has ended can nobody read, and the decode engine is told from here.
-        """
-        for _ in range(PROBES_AFTER_FAILURE):
-            if prefill.is_gone:
-                self._release(record.engine, record.held.request)
-                return
-            if prefill.is_up and await prefill.withdraw(record.held.record):
-                return
-            await asyncio.sleep(self._config.probe_interval_s)
-        # It hangs, or is cut off. The decode engine lets go when the record's time is over.
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        relay = Relay(
+            trip.request,
+            trip.endpoint,
+            trip.headers,
+            on_end=on_end,
+            before_end=before_end,
+            idle_timeout_s=self._config.idle_timeout_s,
+        )
+        trip.entry.streamed = answer.is_stream
+        try:
+            response = await relay.send(_settled(answer))
+        finally:
+            trip.entry.bytes_out, trip.entry.error = relay.bytes_out, relay.error_code
+        if answer.status >= 500 or relay.error_code:
+            visit.fail()
+        return response
 
     def _key(self) -> str:
         return f"{self._router_id}{next(self._counter)}"
-
-
-async def _read(request: web.Request, limit: int) -> bytes:
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise ApiError(
-            413,
-            f"the body is larger than {limit} bytes, the router's max_body_bytes",
-            code="body_too_large",
-        ) from error
 
 
 def _reuse_switch(headers: Mapping[str, str]) -> bool:
@@ -459,19 +615,6 @@ def _headers(request: web.Request, who: Who) -> dict[str, str]:
     with suppress(ValueError):  # one that cannot be sent back is left out
         headers["X-Request-Id"] = wire.check_id(request.headers.get("X-Request-Id", ""), "X-Request-Id")
     return headers
-
-
-def _decode_alone(body: Body) -> str:
-    """Why a request goes to a decode engine alone, if it does: what is asked needs the whole prompt
-    computed there, or several answers that one transfer cannot feed."""
-    if (body.get("n") or 1) != 1 or (body.get("best_of") or 1) != 1 or body.flag("use_beam_search"):
-        return "several_answers"
-    if body.flag("echo") or body.has("prompt_logprobs"):
-        return "prompt_logprobs"
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
-        return "several_prompts"
-    return ""
 
 
 def _prefilled(answer: dict[str, Any], engine: Engine, had_record: bool, why_none: str) -> Prefilled:
@@ -499,4 +642,4 @@ def _settled(answer: Answer) -> Answer:
     with suppress(msgspec.DecodeError, KeyError, TypeError):
         code = msgspec.json.decode(answer.error)["error"]["code"]
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
-    return Answer(status, "application/json", answer.error, None, answer.upstream)
+    return Answer(status, "application/json", answer.error, False, answer.reply)

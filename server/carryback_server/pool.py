@@ -22,6 +22,8 @@ logger = logging.getLogger("carryback")
 
 # Probes of an engine that is up and not heard, until that is logged.
 PROBES_UNHEARD = 3
+# Probes for which nothing is left to be done for an engine, until it is forgotten: an event may be on its way.
+PROBES_DONE = 2
 
 
 class Pool:
@@ -170,14 +172,15 @@ class Pool:
     async def _mind(self, engine: Engine) -> None:
         """Probe and hear an engine until it is done with."""
         listening = asyncio.create_task(self._listen(engine))
-        unheard = 0
+        unheard = done = 0
         try:
-            while not engine.is_done:
+            while done < PROBES_DONE:
                 await asyncio.sleep(self._config.probe_interval_s)
                 if await engine.probe():
                     self._on_lost(engine, None)
                 if self.find(engine.name, engine.role) is engine:  # not one that leaves its name to another
                     engine.show()
+                done = done + 1 if engine.is_done else 0
                 unheard = unheard + 1 if engine.is_up and not engine.is_heard else 0
                 if unheard == PROBES_UNHEARD:
                     logger.error(

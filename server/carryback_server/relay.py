@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import aiohttp
 from aiohttp import web
 
+from carryback_server.endpoints import Endpoint
 from carryback_server.engines import Engine, EngineDown
 from carryback_server.errors import ApiError
+from carryback_server.upstream import Reply, UpstreamError
 
-_DONE = b"data: [DONE]"
-_ERROR = re.compile(rb'^data: ?(\{"error":.*)$', re.MULTILINE)
+# Of a stream that the client is slow to take; then the engine's is not read on.
+MAX_UNSENT_BYTES = 2**18
+_UNSENT_POLL_S = 0.01
+# For the last bytes of the framing, after an answer's end; else its connection is not kept.
+_FRAMING_S = 1.0
 
 
 @dataclass
@@ -24,32 +27,24 @@ class Answer:
 
     Attributes:
         first: the first bytes, with the first token in them; all, if it is not a stream of events.
-        rest: what follows, of a stream of events.
+        is_stream: more may follow.
     """
 
     status: int
     content_type: str
     first: bytes
-    rest: AsyncIterator[bytes] | None
-    upstream: aiohttp.ClientResponse
-
-    @property
-    def error(self) -> bytes | None:
-        """The error object, JSON, of a stream that failed before it had a token."""
-        found = _ERROR.search(self.first) if self.rest is not None else None
-        return found and found[1]
+    is_stream: bool
+    reply: Reply
+    error: bytes | None = None
+    "The error object, JSON, of a stream that failed before it had a token."
 
     @property
     def has_failed(self) -> bool:
         """The engine failed, before it generated anything, whatever the status says."""
         return self.status >= 500 or self.error is not None
 
-    def close(self) -> None:
-        """Break off; the engine aborts the request."""
-        self.upstream.close()
 
-
-async def begin(engine: Engine, upstream: aiohttp.ClientResponse, timeout_s: float) -> Answer:
+async def begin(engine: Engine, reply: Reply, endpoint: Endpoint, timeout_s: float) -> Answer:
     """Wait for an answer's first bytes.
 
     A stream's status says nothing: vLLM sends it before it knows whether the request will work.
@@ -60,65 +55,136 @@ async def begin(engine: Engine, upstream: aiohttp.ClientResponse, timeout_s: flo
     Raises:
         EngineDown: broken off, or too late.
     """
-    content_type = upstream.headers.get("Content-Type", "application/json")
     try:
         async with asyncio.timeout(timeout_s):
-            if not content_type.startswith("text/event-stream"):
-                return Answer(upstream.status, content_type, await upstream.read(), None, upstream)
-            chunks = upstream.content.iter_any()
-            first = await anext(chunks, b"")
-            # vLLM says the role even if there will be no token.
-            if first.count(b"\ndata:") == 0 and b'"delta":{"role":"assistant","content":""' in first:
-                first += await anext(chunks, b"")
+            if not reply.content_type.startswith("text/event-stream"):
+                return Answer(reply.status, reply.content_type, await reply.read(), False, reply)
+            first = await reply.read_some()
+            while endpoint.is_preliminary(first) and (more := await reply.read_some()):
+                first += more
     except TimeoutError as error:
-        upstream.close()
+        reply.close()
         raise EngineDown(engine, f"no first byte within {timeout_s:g} s", is_timeout=True) from error
-    except (aiohttp.ClientError, OSError) as error:
-        upstream.close()
-        raise EngineDown(engine, f"broke off ({type(error).__name__})") from error
+    except UpstreamError as error:
+        raise EngineDown(engine, str(error)) from error
     except BaseException:
-        upstream.close()
+        reply.close()
         raise
     if not first:
         raise EngineDown(engine, "an empty answer")
-    return Answer(upstream.status, content_type, first, chunks, upstream)
+    return Answer(reply.status, reply.content_type, first, True, reply, endpoint.stream_error(first))
 
 
-async def relay(
-    request: web.Request, answer: Answer, headers: dict[str, str], on_end: Callable[[], None]
-) -> web.StreamResponse:
-    """Send an answer on to the client.
+class Relay:
+    """One answer on its way to the client.
 
     Args:
         headers: of ours, to send with it.
-        on_end: called once the answer has come to its regular end, whether or not the client gets it.
+        on_end: called once the answer has come to its regular end, with all of it or, of a stream, what
+            `Watch.tail` has, before the client gets the end: the official client hangs up as soon as it has
+            seen it, and may send its next request at once.
+        before_end: waited for after that, with the same, before the end is sent on.
     """
-    headers = {**headers, "Content-Type": answer.content_type}
-    if answer.rest is None:
-        if answer.status < 400:
-            on_end()
-        return web.Response(status=answer.status, body=answer.first, headers=headers)
-    headers["Cache-Control"] = "no-cache"
-    headers["X-Accel-Buffering"] = "no"
-    response = web.StreamResponse(status=answer.status, headers=headers)
-    await response.prepare(request)
-    tail = b""
-    chunk = answer.first
-    try:
-        while chunk:
-            # Before it is sent: the official client hangs up as soon as it has seen the end, and may
-            # send its next request at once.
-            if _DONE in (tail := (tail + chunk)[-64:]):
-                on_end()
-            await response.write(chunk)
-            chunk = await anext(answer.rest, b"")
-    except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, aiohttp.SocketTimeoutError) as error:
-        late = isinstance(error, aiohttp.SocketTimeoutError)
-        message = "sent nothing for too long (idle_timeout_s)" if late else "broke off"
-        problem = ApiError(
-            502, f"the decode engine {message}; the answer is not complete", code="engine_lost"
-        )
-        await response.write(problem.event())
-    with suppress(ConnectionResetError):
+
+    def __init__(
+        self,
+        request: web.Request,
+        endpoint: Endpoint,
+        headers: dict[str, str],
+        *,
+        on_end: Callable[[bytes], None],
+        before_end: Callable[[bytes], Awaitable[None]],
+        idle_timeout_s: float,
+    ) -> None:
+        self._request = request
+        self._endpoint = endpoint
+        self._headers = headers
+        self._on_end = on_end
+        self._before_end = before_end
+        self._idle_timeout_s = idle_timeout_s
+        self._watch = endpoint.watch()
+        self._last: list[bytes] = []
+        self._has_ended = False
+        self._drain: asyncio.Task[None] | None = None
+        self.bytes_out = 0
+        self.error_code = ""
+
+    async def send(self, answer: Answer) -> web.StreamResponse:
+        """Send it; return when the client has it, or has an event that says why it ends early."""
+        headers = {**self._headers, "Content-Type": answer.content_type}
+        if not answer.is_stream:
+            self.bytes_out = len(answer.first)
+            if answer.status < 400:
+                self._on_end(answer.first)
+                await self._before_end(answer.first)
+            return web.Response(status=answer.status, body=answer.first, headers=headers)
+        headers["Cache-Control"] = "no-cache"
+        headers["X-Accel-Buffering"] = "no"
+        response = web.StreamResponse(status=answer.status, headers=headers)
+        await response.prepare(self._request)
+        try:
+            await self._stream(response, answer)
+        finally:
+            if self._drain is not None:
+                self._drain.cancel()
+        return response
+
+    async def _stream(self, response: web.StreamResponse, answer: Answer) -> None:
+        self._transport = self._request.transport
+        self._is_chunked = response.headers.get("Transfer-Encoding") == "chunked"
+        self._reply = answer.reply
+        if self._look(answer.first):
+            # By aiohttp, since the headers go out with it.
+            await response.write(answer.first)
+            self.bytes_out = len(answer.first)
+        try:
+            await answer.reply.pipe(self._piece, self._idle_timeout_s)
+        except (UpstreamError, TimeoutError) as error:
+            if not self._has_ended:
+                late = isinstance(error, TimeoutError)
+                message = "sent nothing for too long (idle_timeout_s)" if late else "broke off"
+                problem = ApiError(
+                    502, f"the decode engine {message}; the answer is not complete", code="engine_lost"
+                )
+                self.error_code = problem.code
+                await response.write(self._endpoint.error_event(problem, self._watch.tail))
+        if self._last:
+            await self._before_end(self._watch.tail)
+            last = b"".join(self._last)
+            self.bytes_out += len(last)
+            await response.write(last)
         await response.write_eof()
-    return response
+        await answer.reply.finish(_FRAMING_S)
+
+    def _piece(self, piece: bytes) -> None:
+        """A piece came from the engine: on to the client, in the same callback."""
+        if not self._look(piece):
+            return
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        self.bytes_out += len(piece)
+        transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._is_chunked else piece)
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES and self._drain is None:
+            self._reply.pause()
+            self._drain = asyncio.create_task(self._wait_for_client(transport))
+
+    def _look(self, piece: bytes) -> bool:
+        """Look for the answer's end; whether the piece may go out already."""
+        if not self._has_ended:
+            if not self._watch.ends(piece):
+                return True
+            self._has_ended = True
+            self._on_end(self._watch.tail)
+            self._reply.leave()
+        self._last.append(piece)
+        return False
+
+    async def _wait_for_client(self, transport: asyncio.WriteTransport) -> None:
+        deadline = time.monotonic() + self._idle_timeout_s
+        while (  # noqa: ASYNC110  (it has no event)
+            transport.get_write_buffer_size() > MAX_UNSENT_BYTES // 2 and time.monotonic() < deadline
+        ):
+            await asyncio.sleep(_UNSENT_POLL_S)
+        self._drain = None
+        self._reply.resume()

@@ -245,7 +245,8 @@ class Tenants:
         file: YAML, as above; None: there is none.
         api_keys: each `tenant=key` or `tenant=sha256:<hash>`: further keys of the file's tenants, or
             tenants without limits.
-        redis_url: `redis://...`: request rates are counted there, for all routers together.
+        redis_url: `redis://`, `rediss://` or `unix://`: where all routers together count requests per minute.
+        redis_prefix: of its keys.
         redis_timeout_s: for one such count.
         on_uncounted: called for each request that Redis did not count since it is gone; its router did.
 
@@ -259,12 +260,13 @@ class Tenants:
         api_keys: list[str] | None = None,
         *,
         redis_url: str | None = None,
+        redis_prefix: str = "carryback",
         redis_timeout_s: float = 0.5,
         on_uncounted: Callable[[], None] = lambda: None,
     ) -> None:
         self._file = file
         self._api_keys = api_keys or []
-        self._rate = _Rate(redis_url, redis_timeout_s, on_uncounted)
+        self._rate = _Rate(redis_url, redis_prefix, redis_timeout_s, on_uncounted)
         self._names: dict[str, Tenant] = {}
         self._keys: dict[bytes, Tenant] = {}
         self._anonymous: Tenant | None = None
@@ -337,17 +339,20 @@ class _Rate:
     taken to be even, so that two counters do for any rate.
     """
 
-    def __init__(self, redis_url: str | None, timeout_s: float, on_uncounted: Callable[[], None]) -> None:
+    def __init__(
+        self, redis_url: str | None, redis_prefix: str, timeout_s: float, on_uncounted: Callable[[], None]
+    ) -> None:
         self._timeout_s = timeout_s
         self._on_uncounted = on_uncounted
         self._own = SlidingWindowCounterRateLimiter(MemoryStorage())
         self._redis: RedisStorage | None = None
         if redis_url is not None:
+            # As limits spells it: async+redis://, async+rediss://, async+redis+unix://.
             self._redis = RedisStorage(
-                f"async+{redis_url}",
+                "async+" + redis_url.replace("unix://", "redis+unix://"),
                 wrap_exceptions=True,
                 implementation="redispy",
-                key_prefix="carryback:rate",
+                key_prefix=f"{redis_prefix}:rate",
             )
             self._shared = SlidingWindowCounterRateLimiter(self._redis)
         self._ask_after = -math.inf

@@ -11,6 +11,7 @@ import errno
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -62,6 +63,7 @@ class Reply:
         self._sink: Callable[[bytes], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._last_piece = 0.0
+        self._is_left = False
 
     @property
     def content_type(self) -> str:
@@ -92,7 +94,7 @@ class Reply:
         return self._take()
 
     async def pipe(self, sink: Callable[[bytes], None], idle_timeout_s: float) -> None:
-        """Give each piece of the body to `sink` as it comes, until the end.
+        """Give each piece of the body to `sink` as it comes, until the end, or until `leave()`.
 
         Args:
             sink: must not wait; what it raises ends the exchange.
@@ -104,15 +106,29 @@ class Reply:
         """
         if waiting := self._take():
             sink(waiting)
-        self._sink = sink
+        if not self._is_left:
+            self._sink = sink
         self._connection.resume()
         self._last_piece = time.monotonic()
-        while not self.is_complete:
+        while not (self.is_complete or self._is_left):
             left = self._last_piece + idle_timeout_s - time.monotonic()
             if left <= 0:
                 self.close()
                 raise TimeoutError
             await self._wait(left)
+
+    def leave(self) -> None:
+        """Take no more pieces: `pipe()` returns, and what may still come is left aside."""
+        self._is_left = True
+        self._sink = _leave_aside
+        self._wake()
+
+    async def finish(self, timeout_s: float) -> None:
+        """Wait, so long at most, for the end of the framing, so that the connection can be kept."""
+        with suppress(TimeoutError, UpstreamError):
+            async with asyncio.timeout(timeout_s):
+                while not self.is_complete:
+                    await self._wait()
 
     def pause(self) -> None:
         """Read no more from the socket for now."""
@@ -351,6 +367,10 @@ class Upstream:
         except (OSError, TimeoutError) as error:
             raise ConnectFailed(error) from error
         return connection
+
+
+def _leave_aside(piece: bytes) -> None:
+    """Takes what nobody wants."""
 
 
 def _lines(headers: Mapping[str, str]) -> str:
