@@ -95,6 +95,8 @@ class Server:
         return web.Response(status=200 if self.is_well else 503)
 
     async def _models(self, request: web.Request) -> web.Response:
+        if self.models == ["no JSON"]:
+            return web.Response(text="<html>")
         return web.json_response({"data": [{"id": each} for each in self.models]})
 
     async def _complete(self, request: web.Request) -> web.Response:
@@ -332,6 +334,15 @@ async def test_an_engine_that_has_ended_is_gone_and_one_that_comes_back_is_up(wo
     await until(lambda: watched.pool.of("decode") == [engine])
     assert await complete(engine) == 200
     assert again.seen
+
+
+async def test_a_server_that_is_no_engine_is_not_up(world: World) -> None:
+    server, well = await world.server(), await world.server()
+    server.models = ["no JSON"]
+    watched = await world.pool([server.config(), well.config()])
+    assert watched.pool.of("decode") == [watched.engine(well)]
+    server.models = ["m"]
+    await until(lambda: len(watched.pool.of("decode")) == 2)
 
 
 async def test_an_engine_that_is_unwell_is_down(world: World) -> None:
