@@ -9,20 +9,24 @@ import signal
 
 import uvloop
 
+from stub_engine.engine import StubEngine
 from stub_engine.fast import FastEngine
 
 
 async def _run(args: argparse.Namespace) -> None:
-    engine = FastEngine(
-        args.role,
-        host=args.host,
-        port=args.port,
-        events_port=args.events,
-        model=args.model,
-        chunks=args.chunks,
-        chunk_interval_s=args.chunk_interval_s,
-        ttft_s=args.ttft_s,
-    )
+    engine: FastEngine | StubEngine
+    if args.fast:
+        engine = FastEngine(
+            args.role, host=args.host, port=args.port, events_port=args.events, model=args.model,
+            chunks=args.chunks, chunk_interval_s=args.chunk_interval_s, ttft_s=args.ttft_s,
+            capacity=args.capacity,
+        )  # fmt: skip
+    else:
+        engine = StubEngine(
+            args.role, host=args.host, port=args.port, events_port=args.events, model=args.model,
+            answer_tokens=args.chunks, chunk_interval_s=args.chunk_interval_s, ttft_s=args.ttft_s,
+            capacity=args.capacity, ranks=args.ranks, api_key=args.api_key,
+        )  # fmt: skip
     await engine.start()
     gc.freeze()
     print(f"ready {engine.url} {engine.events}", flush=True)
@@ -30,7 +34,7 @@ async def _run(args: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     await stopped.wait()
-    await engine.stop()
+    await engine.kill()
 
 
 def main() -> None:
@@ -44,6 +48,9 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=128, help="tokens of an answer without a smaller limit")
     parser.add_argument("--chunk-interval-s", type=float, default=0.0, help="0: as fast as it can")
     parser.add_argument("--ttft-s", type=float, default=0.0, help="before the answer, or its first chunk")
+    parser.add_argument("--capacity", type=int, default=1_000_000, help="KV blocks of 16 tokens")
+    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks; not with --fast")
+    parser.add_argument("--api-key", default="", help="what clients must send; not with --fast")
     parser.add_argument("--fast", action="store_true", help="the same wire, next to no work: benchmarks")
     uvloop.run(_run(parser.parse_args()))
 

@@ -124,7 +124,7 @@ class FastEngine:
         self._side_port: int = self._side.get_extra_info("sockname")[1]
         self._expirer = asyncio.create_task(self._expire())
 
-    async def stop(self) -> None:
+    async def kill(self) -> None:
         """Close everything."""
         self._expirer.cancel()
         self._side.close()
@@ -159,7 +159,9 @@ class FastEngine:
             state = {"pinned": self._pinned, "requests": self.requests, "held": len(self._pins)}
             connection.respond(200, msgspec.json.encode(state))
         else:
-            connection.respond(404, b'{"detail":"Not Found"}')
+            connection.respond(
+                404, b'{"error":{"message":"Not Found","type":"Not Found","param":null,"code":404}}'
+            )
 
     def _answer(self, request: Request, body: _Body, connection: Connection) -> None:
         if connection.transport.is_closing():

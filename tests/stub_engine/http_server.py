@@ -59,8 +59,8 @@ class Connection(asyncio.Protocol):
         self._is_busy = False
         self._keep_alive = True
         self.idle_since = time.monotonic()
-        self.on_lost: Callable[[], None] | None = None
-        self.on_resume: Callable[[], None] | None = None
+        self.on_lost: Callable[[], object] | None = None
+        self.on_resume: Callable[[], object] | None = None
         self.is_full = False
 
     # -- asyncio
@@ -151,6 +151,13 @@ class Connection(asyncio.Protocol):
     def write(self, frame: bytes) -> None:
         """Bytes that `framed` made."""
         self.transport.write(frame)
+
+    async def drained(self) -> None:
+        """Wait until the client reads."""
+        if self.is_full:
+            resumed = asyncio.Event()
+            self.on_resume = resumed.set
+            await resumed.wait()
 
     def end_events(self) -> None:
         """The regular end of a stream."""

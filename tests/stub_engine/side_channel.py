@@ -1,0 +1,83 @@
+"""How one stub engine reads another's blocks: a line of JSON each way, for real NIXL's reads and notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+
+READ_TIMEOUT_S = 10.0
+_LINE_LIMIT = 2**24
+
+# Engine id, request and block ids in; what the blocks hold out. Raises KeyError for an unknown engine.
+Reader = Callable[[str, str, list[int]], list[bytes]]
+
+
+class ReadFailed(Exception):
+    """The other engine is not there, or is another one now."""
+
+
+class SideChannel:
+    """Lets others read.
+
+    Args:
+        read: called for each read; one of no blocks only says that nothing (more) will be read.
+    """
+
+    def __init__(self, read: Reader) -> None:
+        self._read = read
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self, host: str, port: int) -> int:
+        """Bind; the port."""
+        self._server = await asyncio.start_server(self._serve, host, port, limit=_LINE_LIMIT)
+        number: int = self._server.sockets[0].getsockname()[1]
+        return number
+
+    async def kill(self) -> None:
+        """Close the port and break off all connections."""
+        self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while line := await reader.readline():
+                ask = json.loads(line)
+                try:
+                    contents = self._read(ask["engine"], ask["request"], ask["blocks"])
+                    reply: dict[str, object] = {"kv": [each.hex() for each in contents]}
+                except KeyError as error:
+                    reply = {"error": f"no engine {error}"}
+                writer.write(json.dumps(reply).encode() + b"\n")
+                await writer.drain()
+        except (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+
+async def read(host: str, port: int, engine: str, request: str, blocks: Sequence[int]) -> list[bytes]:
+    """What another engine's blocks hold; it is told that they were read.
+
+    Raises:
+        ReadFailed: nobody there, another engine there, or no answer.
+    """
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port, limit=_LINE_LIMIT)
+            try:
+                ask = {"engine": engine, "request": request, "blocks": list(blocks)}
+                writer.write(json.dumps(ask).encode() + b"\n")
+                line = await reader.readline()
+            finally:
+                writer.close()
+    except OSError as error:
+        raise ReadFailed(f"{engine} at {host} port {port}: {error}") from error
+    reply = json.loads(line) if line else {"error": "broke off"}
+    if "error" in reply:
+        raise ReadFailed(reply["error"])
+    return [bytes.fromhex(each) for each in reply["kv"]]
