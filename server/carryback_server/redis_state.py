@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -294,33 +295,43 @@ class RedisState:
     async def page(self, tenant: str | None, limit: int, after: str = "") -> Page:
         """See `State.page`."""
         index = self._indexes(tenant or "")[0 if tenant is not None else 1]
-        score, end = float("inf"), None
-        if after:
-            cursor = Cursor.decode(after)
-            score, end = cursor.last_seen, (cursor.last_seen, _member(cursor.tenant, cursor.id).encode())
+        cursor = Cursor.decode(after) if after else None
         found: list[tuple[Conversation, Record | None]] = []
-        start = 0
-        while len(found) <= limit:  # one more, to know whether there is more
+        try:
+            async for each in self._newest(index, cursor, limit + 1):
+                found.append(each)
+                if len(found) > limit:  # one more, to know whether there is more
+                    return Page(found[:limit], Cursor.of(found[limit - 1][0]).encode())
+        except _Foreign as error:
+            await self._forget(error, [index])
+        return Page(found)
+
+    async def _newest(
+        self, index: str, cursor: Cursor | None, step: int
+    ) -> AsyncIterator[tuple[Conversation, Record | None]]:
+        """What an index names, from after the cursor on, asked for in steps of so many."""
+        score, end = float("inf"), None
+        if cursor is not None:
+            score = cursor.last_seen
+            end = score, _member(cursor.tenant, cursor.id).encode()
+        for start in itertools.count(0, step):
             async with self._client() as client:
                 rows = await client.zrevrangebyscore(
-                    index, score, "-inf", start=start, num=limit + 1, withscores=True
+                    index, score, "-inf", start=start, num=step, withscores=True
                 )
                 pipe = client.pipeline(transaction=False)
                 for member, at in rows:
                     if end is None or (at, member) < end:
-                        keys = self._keys(*_text(member).split("\0", 1))
-                        pipe.execute_command("EVAL", _GET, 2, *keys)
+                        tenant, _, id = _text(member).partition("\0")
+                        pipe.execute_command("EVAL", _GET, 2, *self._keys(tenant, id))
                 replies = await pipe.execute(raise_on_error=False)
             for reply in replies:
-                if isinstance(reply, Exception):
-                    continue  # not ours; the next request of that conversation clears it away
+                # What is not ours is left out; the next request of that conversation clears it away.
                 with suppress(_Foreign):
-                    found += [seen] if (seen := _seen(reply)) is not None else []
-            start += len(rows)
-            if not rows:
-                break
-        items = found[:limit]
-        return Page(items, Cursor.of(items[-1][0]).encode() if len(found) > limit else "")
+                    if not isinstance(reply, Exception) and (seen := _seen(reply)) is not None:
+                        yield seen
+            if len(rows) < step:
+                return
 
     async def delete(self, tenant: str, id: str) -> tuple[bool, Record | None]:
         """See `State.delete`."""
@@ -370,7 +381,8 @@ class RedisState:
         async with self._client() as client:
             popped = await client.zpopmin(index)
         for member, _ in popped:
-            _, record = await self.delete(*_text(member).split("\0", 1))
+            tenant, _, id = _text(member).partition("\0")
+            _, record = await self.delete(tenant, id)
             if record is not None:
                 self._on_evicted(record)
 
