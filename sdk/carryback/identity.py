@@ -364,8 +364,13 @@ def _content(parts: list[Any]) -> str | list[Any]:
         elif part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
             cleaned.append(part["text"])
         elif part.get("type") not in _REASONING_PARTS:
-            # A tool use of Anthropic's is known by its id.
-            cleaned.append(_clean(part) | ({"id": part["id"]} if part.get("id") else {}))
+            kept = _clean(part)
+            # A tool use of Anthropic's is known by its id; a result has parts of its own.
+            if part.get("id"):
+                kept["id"] = part["id"]
+            if isinstance(inner := part.get("content"), list):
+                kept["content"] = [_clean(each) if isinstance(each, _MAPPING) else each for each in inner]
+            cleaned.append(kept)
             only_text = False
     return "".join(cleaned) if only_text else cleaned
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from carryback.identity import Identifier
 from carryback_server.body import Body
+from carryback_server.endpoints import ENDPOINTS
 from carryback_server.errors import ApiError
 from carryback_server.identify import identify
 from hypothesis import given
@@ -19,37 +20,41 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
+def of(**fields: Any) -> Body:
+    return Body(json.dumps(fields).encode())
+
+
 @given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), JSON, max_size=6))
-def test_decode_gets_every_field_as_it_came(fields: dict[str, Any]) -> None:
-    fields.pop("kv_transfer_params", None)
-    sent = json.loads(Body(json.dumps(fields).encode()).for_decode({"a": 1}))
+def test_every_field_goes_on_as_it_came(fields: dict[str, Any]) -> None:
+    for name in ("kv_transfer_params", "ec_transfer_params"):
+        fields.pop(name, None)
+    sent = json.loads(Body(json.dumps(fields).encode()).encode({"kv_transfer_params": {"a": 1}}))
     assert sent.pop("kv_transfer_params") == {"a": 1}
     assert sent == fields
     assert list(sent) == list(fields)
 
 
 def test_values_keep_their_spelling() -> None:
-    body = Body(b'{"x": {"a": [1.0, 1e2, 12345678901234567890, "\\u2028\xc3\xa9"]}, "seed": 1}')
-    for sent in (body.for_decode({}), body.for_prefill("max_tokens", {})):
-        assert b'{"a": [1.0, 1e2, 12345678901234567890, "\\u2028\xc3\xa9"]}' in sent
+    value = b'{"a": [1.0, 1e2, 12345678901234567890, "\\u2028\xc3\xa9"]}'
+    body = Body(b'{"x": ' + value + b', "seed": 1}')
+    assert body.raw("x") == value
+    assert body.encode({"seed": 2}, {"y"}) == b'{"x":' + value + b',"seed":2}'
 
 
-def test_prefill_keeps_the_prompt_and_asks_for_one_token() -> None:
-    fields = {
-        "model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}],
-        "tool_choice": "required", "chat_template_kwargs": {"enable_thinking": False}, "lora": "a",
-        "max_tokens": 500, "max_completion_tokens": 400, "min_tokens": 100, "n": 1, "stop": ["x"],
-        "stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 5,
-        "response_format": {"type": "json_object"}, "temperature": 0, "cache_salt": "s",
-        "truncate_prompt_tokens": 10,
-    }  # fmt: skip
-    sent = json.loads(Body(json.dumps(fields).encode()).for_prefill("max_completion_tokens", {"p": 1}))
-    assert sent == {
-        "model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}],
-        "tool_choice": "none", "chat_template_kwargs": {"enable_thinking": False}, "lora": "a",
-        "temperature": 0, "cache_salt": "s", "truncate_prompt_tokens": 10,
-        "max_completion_tokens": 1, "kv_transfer_params": {"p": 1},
-    }  # fmt: skip
+def test_fields_are_set_in_their_place_and_left_out() -> None:
+    body = Body(b'{"a": 1, "b": 2, "c": 3}')
+    size = body.size
+    body.put("b", [0, 0])
+    body.put("d", None)
+    assert body.size > size
+    assert body.encode({"c": 4, "e": 5}, {"a", "c"}) == b'{"b":[0,0],"c":4,"d":null,"e":5}'
+
+
+def test_absent_null_and_true() -> None:
+    body = Body(b'{"yes": true, "no": false, "null": null, "zero": 0, "text": "true"}')
+    assert [body.flag(name) for name in ("yes", "no", "null", "text", "absent")] == [True] + [False] * 4
+    assert [body.has(name) for name in ("no", "zero", "null", "absent")] == [True, True, False, False]
+    assert (body.starts("text"), body.starts("absent"), body.raw("absent")) == (b'"true"', b"", None)
 
 
 @pytest.mark.parametrize("value", [b"", b"{", b"[1]", b"7", b"null", b'{"a": }', b"\xff\xfe"])
@@ -61,10 +66,13 @@ def test_what_is_no_object_is_refused(value: bytes) -> None:
 
 
 def test_a_clients_transfer_parameters_go_nowhere() -> None:
-    body = Body(b'{"kv_transfer_params": {"do_remote_prefill": true}, "prompt": "x"}')
-    assert json.loads(body.for_decode({})) == {"prompt": "x", "kv_transfer_params": {}}
+    body = Body(
+        b'{"kv_transfer_params": {"do_remote_prefill": true}, "ec_transfer_params": {}, "prompt": "x"}'
+    )
+    assert body.encode({}) == b'{"prompt":"x"}'
 
 
+CHAT = ENDPOINTS["/v1/chat/completions"]
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -80,10 +88,10 @@ MESSAGES = [{"role": "user", "content": "hello"}]
     ],
 )
 def test_the_first_hint_wins(headers: dict[str, str], fields: dict[str, Any], expected: str) -> None:
-    body = Body(json.dumps({"messages": MESSAGES, **fields}).encode())
-    who = identify(headers, body, Identifier())
+    body = of(messages=MESSAGES, **fields)
+    who = identify(headers, body, CHAT, Identifier(), tenant="t")
     assert (who.conversation, who.turn, who.step, who.is_guess) == (expected, "1", 1, False)
-    sent = json.loads(body.for_decode({}))
+    sent = json.loads(body.encode({}))
     assert "conversation_id" not in sent
     assert sent.get("session_id") == fields.get("session_id")
 
@@ -92,7 +100,7 @@ def test_without_a_hint_the_messages_tell() -> None:
     identifier = Identifier()
 
     def ask(messages: list[dict[str, str]], **fields: Any) -> Any:
-        return identify({}, Body(json.dumps({"messages": messages, **fields}).encode()), identifier)
+        return identify({}, of(messages=messages, **fields), CHAT, identifier, tenant="t")
 
     first = ask(MESSAGES)
     assert first.is_guess
@@ -100,7 +108,8 @@ def test_without_a_hint_the_messages_tell() -> None:
     second = ask(grown)
     assert (second.conversation, second.turn, second.is_guess) == (first.conversation, "2", False)
     assert ask(grown, prompt_cache_key="g").conversation != first.conversation
-    assert identify({}, Body(b'{"prompt": "x"}'), identifier).conversation == ""
+    completions = ENDPOINTS["/v1/completions"]
+    assert identify({}, of(prompt="x"), completions, identifier, tenant="t").conversation == ""
 
 
 @pytest.mark.parametrize(
@@ -115,5 +124,5 @@ def test_without_a_hint_the_messages_tell() -> None:
 )
 def test_bad_ids_are_named(headers: dict[str, str], named: str) -> None:
     with pytest.raises(ApiError, match=named) as caught:
-        identify(headers, Body(b"{}"), Identifier())
+        identify(headers, Body(b"{}"), CHAT, Identifier(), tenant="t")
     assert (caught.value.status, caught.value.param) == (400, named)

@@ -297,10 +297,11 @@ def test_anthropic_messages_of_one_conversation() -> None:
     first = [{"role": "user", "content": [{"type": "text", "text": "go"} | mark]}]
     used = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}
     thought = {"type": "thinking", "thinking": "...", "signature": "s"}
-    gone = {"type": "tool_result", "tool_use_id": "t1", "content": "42"}
+    gone = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "42"}]}
+    marked = gone | mark | {"content": [{"type": "text", "text": "42"} | mark]}
     one = identifier.identify(first)
     history = [user("go"), {"role": "assistant", "content": [thought, used]}]
-    two = identifier.identify([*history, {"role": "user", "content": [gone | mark]}])
+    two = identifier.identify([*history, {"role": "user", "content": [marked]}])
     history = [user("go"), {"role": "assistant", "content": [used]}, {"role": "user", "content": [gone]}]
     three = identifier.identify([*history, answer("42"), user("thanks")])
     assert one.conversation == two.conversation == three.conversation
