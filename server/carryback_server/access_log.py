@@ -165,7 +165,7 @@ def _text(entry: Entry) -> bytes:
     values = msgspec.structs.asdict(entry)
     time: datetime = values.pop("time")
     level = values.pop("level").upper()
-    words = [time.isoformat(sep=" ", timespec="milliseconds")[:-6], level]
+    words = [_zulu(time), level]
     for name, value in values.items():
         if isinstance(value, Reuse):
             value = value.header()
@@ -176,6 +176,10 @@ def _text(entry: Entry) -> bytes:
     return " ".join(words).encode()
 
 
+def _zulu(time: datetime) -> str:
+    return f"{time.replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"
+
+
 def _quoted(value: str) -> str:
     plain = value.isascii() and not any(each in value for each in ' ="\\')
     return value if plain else msgspec.json.encode(value).decode()
@@ -183,6 +187,9 @@ def _quoted(value: str) -> str:
 
 class _Text(logging.Formatter):
     """One line, but for tracebacks."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return _zulu(datetime.fromtimestamp(record.created, UTC))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = printable(record.message, 10_000)
