@@ -71,7 +71,8 @@ async def test_without_redis_each_counts_alone(
     else:
         server.pause()
     for each in replicas:
-        assert [await each.admits() for _ in range(12)] == [True] * 10 + [False] * 2
+        # One more if the clock's minute ends meanwhile: part of the last one is then forgotten.
+        assert sum([await each.admits() for _ in range(12)]) in (10, 11)
         assert each.uncounted == 12
     assert caplog.text.count("Redis is gone") == len(replicas)
     if is_dead:

@@ -17,7 +17,7 @@ from aiohttp import web
 from carryback_server.config import ConfigError, RouterSettings, load
 from carryback_server.errors import ApiError, HideMalformed
 from carryback_server.tenants import Tenant, Tenants, hash_key, new_key
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
@@ -346,10 +346,11 @@ async def _admitted(tenant: Tenant, times: int) -> int:
 async def test_request_rate(file: Path) -> None:
     acme = {"name": "acme", "keys": [ACME], "requests_per_minute": 7}
     tenants = Tenants(_write(file, acme, {"name": "beta", "keys": [BETA], "requests_per_minute": 7}))
-    assert await _admitted(tenants.of(_bearer(ACME)), 100) == 7
-    assert await _admitted(tenants.of(_bearer(BETA)), 100) == 7
+    # One more if the clock's minute ends meanwhile: part of the last one is then forgotten.
+    assert await _admitted(tenants.of(_bearer(ACME)), 100) in (7, 8)
+    assert await _admitted(tenants.of(_bearer(BETA)), 100) in (7, 8)
     tenants.reload()
-    assert await _admitted(tenants.of(_bearer(ACME)), 10) == 0
+    assert await _admitted(tenants.of(_bearer(ACME)), 10) in (0, 1)
     assert tenants.of(_bearer(ACME)).in_flight == 0
 
 
@@ -364,7 +365,7 @@ async def test_without_redis_the_router_counts_by_itself(
             redis_url=f"redis://:hunter2-secret@127.0.0.1:{unheard.getsockname()[1]}",
             on_uncounted=lambda: uncounted.append(None),
         )
-        assert await _admitted(tenants.of(CIMultiDict()), 20) == 5
+        assert await _admitted(tenants.of(CIMultiDict()), 20) in (5, 6)
         await tenants.stop()
     assert len(uncounted) == 20
     assert caplog.text.count("Redis is gone") == 1
@@ -375,6 +376,8 @@ async def test_without_redis_the_router_counts_by_itself(
 
 
 @given(st.lists(st.tuples(names, salts), min_size=2, max_size=2, unique=True))
+@example([("ab", "c"), ("a", "bc")])
+@example([("a", None), ("a", "None")])
 def test_no_two_tenants_have_a_salt_in_common(pairs: list[tuple[str, str | None]]) -> None:
     """Whatever salts clients choose; and vLLM takes them."""
     tenants = Tenants(None, [f"{name}={index}{ACME}" for index, (name, _) in enumerate(pairs)])
