@@ -180,8 +180,11 @@ class _Counted(SpanExporter):
         self._spans = spans
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._exporter.export(spans)
-        self._spans.labels("sent" if result is SpanExportResult.SUCCESS else "failed").inc(len(spans))
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._exporter.export(spans)
+        finally:
+            self._spans.labels("sent" if result is SpanExportResult.SUCCESS else "failed").inc(len(spans))
         return result
 
     def shutdown(self) -> None:
