@@ -7,6 +7,7 @@ https://docs.anthropic.com/en/api/messages, as vLLM serves them (`vllm/entrypoin
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -23,10 +24,9 @@ Messages = list[dict[str, Any]]
 
 _T = TypeVar("_T")
 
-# Of a stream, the newest bytes that are looked at for how it ended.
-TAIL_BYTES = 4096
-# The line that begins a stream's last event is not longer.
-_LINE_BYTES = 48
+# Of a stream, what is looked at for how it ended: the newest pieces that came, and bytes of them at most.
+TAIL_PIECES = 8
+TAIL_BYTES = 16 * 1024
 # An event ends with an empty line. Lines end with LF, CR LF or CR.
 _BLANK = re.compile(rb"\n\r?\n|\r\r")
 
@@ -198,42 +198,53 @@ class Endpoint:
 
 
 class Watch:
-    """Looks for the end of one streamed answer, in whatever pieces it comes.
-
-    Attributes:
-        tail: the newest bytes of it; from its end on, if the endpoint `keeps_last`, its last event.
-    """
+    """Looks for the end of one streamed answer, in whatever pieces it comes."""
 
     def __init__(self, last_line: re.Pattern[bytes], words: tuple[bytes, ...], *, keeps_last: bool) -> None:
-        self.tail = b"\n"  # a stream begins on a new line
         self._last_line = last_line
         self._words = words
         self._keeps_last = keeps_last
-        # In `tail`, where the end of the last event may be; once that event has begun.
-        self._look_from: int | None = None
+        # The newest pieces, put together so that each begins with an event.
+        self._pieces: deque[bytes] = deque(maxlen=TAIL_PIECES)
+        self._is_whole = True  # the newest ends with an event
+        # The last event from its name on, once it has begun, and where in it its end may be.
+        self._last = b""
+        self._look_from = 0
+
+    @property
+    def tail(self) -> bytes:
+        """The newest bytes; from the answer's end on, if the endpoint `keeps_last`, its last event."""
+        if self._keeps_last and self._last:
+            return self._last
+        return b"".join(self._pieces)[-TAIL_BYTES:]
 
     def ends(self, piece: bytes) -> bool:
         """Take the next piece; whether the answer is complete with it.
 
         What a model says cannot be taken for an end: it has no line ends in it.
         """
-        if self._look_from is None:
-            tail = self.tail = self.tail[-TAIL_BYTES:] + piece
-            start = max(len(tail) - len(piece) - _LINE_BYTES, 0)
-            for word in self._words:
-                if tail.find(word, start) >= 0:
-                    break
-            else:
-                return False
-            if (match := self._last_line.search(tail, start)) is None:
-                return False
-            begin = match.start() if self._keeps_last else 0
-            self.tail = tail[begin:]
-            self._look_from = match.end() - begin
+        if self._last:
+            self._last += piece
+            return self._has_last_end()
+        if not self._is_whole:
+            piece = self._pieces.pop() + piece
+        self._is_whole = piece.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+        self._pieces.append(piece)
+        for word in self._words:
+            if word in piece:
+                break
         else:
-            self.tail += piece
-        is_over = _BLANK.search(self.tail, self._look_from) is not None
-        self._look_from = max(self._look_from, len(self.tail) - 3)
+            return False
+        piece = b"\n" + piece
+        if (match := self._last_line.search(piece)) is None:
+            return False
+        self._last = piece[match.start() :]
+        self._look_from = match.end() - match.start()
+        return self._has_last_end()
+
+    def _has_last_end(self) -> bool:
+        is_over = _BLANK.search(self._last, self._look_from) is not None
+        self._look_from = max(self._look_from, len(self._last) - 3)
         return is_over
 
 
