@@ -20,7 +20,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 def proxy(prefill_url: str, decode_url: str) -> FastAPI:
     """The app, for one prefill and one decode engine."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # vLLM closes connections that were idle for 5 s; with httpx's own 5 s both at once, requests would fail.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2)
     prefill = httpx.AsyncClient(base_url=prefill_url, timeout=None, limits=limits)
     decode = httpx.AsyncClient(base_url=decode_url, timeout=None, limits=limits)
 

@@ -99,26 +99,21 @@ class Bodies:
 
 
 class Run:
-    """The counts that the streams share."""
+    """What the streams share: what is left to send, and what has been seen."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, requests: int) -> None:
         self.load = load
         self.bodies = Bodies(load)
         self.head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nHost: {load.host}:{load.port}\r\n"
             "Content-Type: application/json\r\nAccept: */*\r\nUser-Agent: load\r\n"
         )
-        self.left = 0
-        self.running = 0
-        self.conversations = 0
+        self.left = requests
+        self.running = load.streams
         self.events = load.events
         self.ttft: list[float] = []
         self.reuse: dict[str, int] = {}
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def next_conversation(self) -> str:
-        self.conversations += 1
-        return f"{random.getrandbits(32):08x}"
 
     def fail(self, why: str) -> None:
         if not self.done.done():
@@ -130,8 +125,7 @@ class Stream(asyncio.Protocol):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._turn = 0
-        self._conversation = run.next_conversation()
+        self._turn = run.load.turns
         self._is_busy = False
         self._parser = httptools.HttpResponseParser(self)
         # One call less for each read; uvloop looks this up once, before `connection_made`.
@@ -144,6 +138,9 @@ class Stream(asyncio.Protocol):
         if self._is_busy:
             self._run.fail(f"the connection was closed during an answer ({exc})")
 
+    def close(self) -> None:
+        self._transport.close()
+
     def begin(self) -> None:
         """Send the next request, or stop if none is left."""
         run = self._run
@@ -154,7 +151,7 @@ class Stream(asyncio.Protocol):
             return
         run.left -= 1
         if self._turn == run.load.turns:
-            self._turn, self._conversation = 0, run.next_conversation()
+            self._turn, self._conversation = 0, f"{random.getrandbits(32):08x}"
         body = run.bodies.get(self._turn, self._conversation)
         self._turn += 1
         self._events = 0
@@ -193,30 +190,38 @@ class Stream(asyncio.Protocol):
             self.begin()
 
 
+async def connect(run: Run) -> list[Stream]:
+    """As many streams as the load has."""
+    load, loop = run.load, asyncio.get_running_loop()
+    return [
+        (await loop.create_connection(lambda: Stream(run), load.host, load.port))[1]
+        for _ in range(load.streams)
+    ]
+
+
 async def send(load: Load) -> Seen:
     """Send the load once; see the module.
 
     Raises:
         RuntimeError: an answer that is not complete.
     """
-    loop = asyncio.get_running_loop()
-    run = Run(load)
-    streams = [
-        (await loop.create_connection(lambda: Stream(run), load.host, load.port))[1]
-        for _ in range(load.streams)
-    ]
-    run.left, run.running = load.streams, load.streams
+    warm_up = Run(load, load.streams)
+    streams = await connect(warm_up)
     for stream in streams:
         stream.begin()
-    await run.done
+    await warm_up.done
+    for stream in streams:
+        stream.close()
+
+    # On new connections: the first to be done with the warm-up may have been idle for too long.
+    run = Run(load, load.requests)
+    run.events = warm_up.events
+    streams = await connect(run)
     print("ready", flush=True)
     sys.stdin.readline()
-
-    run.left, run.running = load.requests, load.streams
-    run.ttft, run.reuse, run.done = [], {}, loop.create_future()
     started, cpu = time.perf_counter(), time.process_time()
     for number, stream in enumerate(streams):
-        loop.call_later(load.spread_s * number / load.streams, stream.begin)
+        asyncio.get_running_loop().call_later(load.spread_s * number / load.streams, stream.begin)
     await run.done
     return Seen(
         seconds=time.perf_counter() - started,

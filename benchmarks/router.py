@@ -11,32 +11,25 @@ else the machine does hits all alike. See README.md for what is measured and how
 from __future__ import annotations
 
 import argparse
-import http.client
 import itertools
 import json
 import os
 import platform
+import shlex
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
-import psutil
 from load import Load, Seen
-
-HERE = Path(__file__).parent
-BIN = Path(sys.executable).parent
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 10.0
+from systems import BIN, HERE, SYSTEMS, Bench, System
 
 
 @dataclass(frozen=True)
@@ -56,52 +49,40 @@ class Case:
         pace = f"paced {self.pace_ms:g} ms apart" if self.pace_ms else "unpaced"
         return f"{self.streams} streams, prompts of {self.prompt_kb} KB, {self.chunks} chunks {pace}"
 
-
-@dataclass
-class Engines:
-    """The two stub engines, as routers reach them."""
-
-    prefill: str
-    prefill_events: str
-    decode: str
-    decode_events: str
-
-
-@dataclass
-class System:
-    """One way from the client to the engines.
-
-    Attributes:
-        process: the router's first process; None without a router.
-    """
-
-    name: str
-    url: str
-    process: psutil.Process | None = None
-    requests: int = 0
-    seconds: float = 0.0
-    cpu_s: list[float] = field(default_factory=list)
-    ttft_s: list[float] = field(default_factory=list)
-    chunks: int = 0
-    reuse: dict[str, int] = field(default_factory=dict)
-    load_cpu: float = 0.0
-    rss_max: int = 0
+    def load(self, system: System, events: int, args: argparse.Namespace) -> Load:
+        """The load of one round on one system."""
+        host, port = system.address
+        answer_s = self.chunks * self.pace_ms / 1000
+        requests: int = args.requests
+        if answer_s:
+            # Few streams would take hours for all of them.
+            requests = min(requests, max(8 * self.streams, 16))
+        return Load(
+            host=host,
+            port=port,
+            streams=self.streams,
+            requests=requests,
+            chunks=self.chunks,
+            events=events,
+            prompt_bytes=1000 * self.prompt_kb,
+            turns=args.turns,
+            # Paced answers that start together would keep arriving together, which clients do not do.
+            spread_s=answer_s,
+        )
 
 
-@dataclass
-class Result:
-    """What one system did under one load.
+@dataclass(frozen=True)
+class Round:
+    """What one system did in one round; the tables show the median over the rounds.
 
     Attributes:
-        added_p50_ms, added_p99_ms: time to first chunk, beyond that of `direct` at the same percentile.
+        added_p50_ms, added_p99_ms: time to first chunk beyond that of `direct` at the same percentile, in
+            the same round.
         cpu_s: CPU seconds of the router, with all its threads and children, for 1,000 requests.
-        cpu_s_range: the lowest and the highest of the rounds.
-        rss_mib: the sum of its processes' peaks.
-        load_cpu: the share of one core that the load generator needed; near 1, it is what was measured.
-        reuse: answers by what they say of reuse.
+        rss_mib: the peaks of its processes so far, added up.
+        client_busy: the share of one core that the load generator needed; near 1, it is what was measured.
     """
 
-    system: str
     requests_s: float
     chunks_s: float
     ttft_p50_ms: float
@@ -109,408 +90,228 @@ class Result:
     added_p50_ms: float | None
     added_p99_ms: float | None
     cpu_s: float | None
-    cpu_s_range: tuple[float, float] | None
     rss_mib: float | None
-    load_cpu: float
-    reuse: dict[str, int]
+    client_busy: float
 
-
-# -- processes
-
-
-@contextmanager
-def running(command: list[str], log: Path, env: dict[str, str] | None = None) -> Iterator[psutil.Process]:
-    """A process and its children, until the block ends."""
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
+    @classmethod
+    def of(cls, system: System, seen: Seen, cpu_s: float, direct: Seen | None) -> Round:
+        """The figures of what the client saw."""
+        p50, p99 = percentiles_ms(seen)
+        floor = percentiles_ms(direct) if direct and system.name != "direct" else None
+        return cls(
+            requests_s=seen.requests / seen.seconds,
+            chunks_s=seen.requests * (seen.events - 1) / seen.seconds,
+            ttft_p50_ms=p50,
+            ttft_p99_ms=p99,
+            added_p50_ms=p50 - floor[0] if floor else None,
+            added_p99_ms=p99 - floor[1] if floor else None,
+            cpu_s=1000 * cpu_s / seen.requests if system.process else None,
+            rss_mib=system.peak_rss_mib() if system.process else None,
+            client_busy=seen.cpu_s / seen.seconds,
         )
-    try:
-        yield psutil.Process(process.pid)
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT_S)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it has left behind
-        process.wait()
 
 
-def wait_until_up(url: str, path: str, process: psutil.Process, log: Path) -> None:
-    """Until GET answers 200.
+@dataclass
+class Result:
+    """One system under one load.
 
-    Raises:
-        SystemExit: it died, or took too long.
+    Attributes:
+        reuse: its answers by what they say of reuse.
     """
-    host, port = address(url)
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-            break
-        connection = http.client.HTTPConnection(host, port, timeout=5)
-        try:
-            connection.request("GET", path)
-            if connection.getresponse().status == 200:
-                return
-        except OSError:
-            pass
-        finally:
-            connection.close()
-        time.sleep(0.05)
-    tail = log.read_text(errors="replace")[-2000:]
-    raise SystemExit(f"{url} did not come up:\n{tail}")
+
+    rounds: list[Round] = field(default_factory=list)
+    reuse: Counter[str] = field(default_factory=Counter)
+
+    def all(self, figure: str) -> list[float]:
+        """One of `Round`'s figures, where there is one."""
+        return [value for each in self.rounds if (value := getattr(each, figure)) is not None]
+
+    def median(self, figure: str) -> float | None:
+        """The same over all rounds."""
+        values = self.all(figure)
+        return statistics.median(values) if values else None
 
 
-def address(url: str) -> tuple[str, int]:
-    """Host and port of a URL."""
-    host, port = url.removeprefix("http://").rsplit(":", 1)
-    return host, int(port)
-
-
-def free_port() -> int:
-    """A port that is free, and its successor as well."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
-
-
-def family(process: psutil.Process) -> list[psutil.Process]:
-    """It and all its descendants."""
-    return [process, *process.children(recursive=True)]
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    """User and system time of all threads and children, those that have ended as well."""
-    return sum(sum(each.cpu_times()[:2]) for each in family(process)) + sum(process.cpu_times()[2:4])
-
-
-def peak_rss(process: psutil.Process) -> int:
-    """Bytes."""
-    total = 0
-    for each in family(process):
-        status = Path(f"/proc/{each.pid}/status").read_text()
-        total += int(status.partition("VmHWM:")[2].split()[0]) * 1024
-    return total
-
-
-# -- the systems
-
-Start = Callable[[Engines, ExitStack, Path, argparse.Namespace], System]
-
-
-def direct(engines: Engines, stack: ExitStack, logs: Path, args: argparse.Namespace) -> System:
-    """No router: the client talks to the decode engine."""
-    return System("direct", engines.decode)
-
-
-def baseline(engines: Engines, stack: ExitStack, logs: Path, args: argparse.Namespace) -> System:
-    """`baseline.py`."""
-    port = free_port()
-    command = [sys.executable, str(HERE / "baseline.py"), "--port", str(port)]
-    command += ["--prefill", engines.prefill, "--decode", engines.decode]
-    return start("baseline", command, port, "/health", stack, logs)
-
-
-def carryback(engines: Engines, stack: ExitStack, logs: Path, args: argparse.Namespace) -> System:
-    """`carryback router`."""
-    port = free_port()
-    command = [str(BIN / "carryback"), "router", "--port", str(port)]
-    command += ["--prefill", f"{engines.prefill},{engines.prefill_events}"]
-    command += ["--decode", f"{engines.decode},{engines.decode_events}"]
-    if args.workers > 1:
-        command += ["--workers", str(args.workers)]
-    return start("carryback", command, port, "/ready", stack, logs)
-
-
-def vllm_router(engines: Engines, stack: ExitStack, logs: Path, args: argparse.Namespace) -> System:
-    """`vllm-router`, prefill and decode: both hops, like carryback and the baseline."""
-    port = free_port()
-    command = [*_vllm_router(port), "--vllm-pd-disaggregation"]
-    command += ["--prefill", engines.prefill, "--decode", engines.decode]
-    return start("vllm-router", command, port, "/health", stack, logs)
-
-
-def vllm_router_one_hop(engines: Engines, stack: ExitStack, logs: Path, args: argparse.Namespace) -> System:
-    """`vllm-router` as a plain load balancer over the decode engine: half of the work."""
-    port = free_port()
-    command = [*_vllm_router(port), "--worker-urls", engines.decode]
-    return start("vllm-router-one-hop", command, port, "/health", stack, logs)
-
-
-def _vllm_router(port: int) -> list[str]:
-    # At its default level it logs several lines a request; and it turns away what exceeds its queue.
-    return [
-        str(BIN / "vllm-router"), "--host", "127.0.0.1", "--port", str(port),
-        "--prometheus-port", str(port + 1), "--policy", "consistent_hash",
-        "--worker-startup-check-interval", "1", "--log-level", "warning",
-    ]  # fmt: skip
-
-
-def start(name: str, command: list[str], port: int, path: str, stack: ExitStack, logs: Path) -> System:
-    """A system with a router, once it answers."""
-    url, log = f"http://127.0.0.1:{port}", logs / f"{name}.log"
-    process = stack.enter_context(running(command, log))
-    wait_until_up(url, path, process, log)
-    return System(name, url, process)
-
-
-SYSTEMS: dict[str, Start] = {
-    "direct": direct,
-    "baseline": baseline,
-    "carryback": carryback,
-    "vllm-router": vllm_router,
-    "vllm-router-one-hop": vllm_router_one_hop,
-}
-
-
-def start_engines(case: Case, stack: ExitStack, logs: Path) -> Engines:
-    """The two stub engines."""
-    where = []
-    env = {**os.environ, "PYTHONPATH": f"{HERE.parent / 'tests'}{os.pathsep}{HERE.parent / 'sdk'}"}
-    for role in ("prefill", "decode"):
-        port, events = free_port(), free_port()
-        command = [
-            sys.executable, "-m", "stub_engine", "--fast", "--role", role, "--port", str(port),
-            "--events", str(events), "--chunks", str(case.chunks),
-            "--chunk-interval-s", str(case.pace_ms / 1000),
-        ]  # fmt: skip
-        log = logs / f"{role}.log"
-        process = stack.enter_context(running(command, log, env))
-        url = f"http://127.0.0.1:{port}"
-        wait_until_up(url, "/health", process, log)
-        where += [url, f"tcp://127.0.0.1:{events}"]
-    return Engines(*where)
+Results = dict[str, Result]
 
 
 # -- measuring
 
 
-def load_of(case: Case, system: System, requests: int, turns: int, events: int) -> Load:
-    """The load of one round on one system."""
-    host, port = address(system.url)
-    # Paced answers that start together would keep arriving together, which clients do not do.
-    spread_s = case.chunks * case.pace_ms / 1000
-    return Load(
-        host, port, case.streams, requests, case.chunks, events, case.prompt_kb * 1000, turns, spread_s
-    )
-
-
-def drive(load: Load, process: psutil.Process | None) -> tuple[Seen, float]:
-    """Send a load; what the client saw, and the router's CPU seconds.
-
-    Raises:
-        SystemExit: an answer was not complete.
-    """
-    client = subprocess.Popen(
-        [sys.executable, str(HERE / "load.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert client.stdin is not None
-    assert client.stdout is not None
-    try:
-        client.stdin.write(msgspec.json.encode(load).decode() + "\n")
-        client.stdin.flush()
-        client.stdout.readline()
-        before = cpu_seconds(process) if process else 0.0
-        client.stdin.write("go\n")
-        client.stdin.flush()
-        answer = client.stdout.readline()
-        after = cpu_seconds(process) if process else 0.0
-        if not answer:
-            raise SystemExit("the load failed")
-        return msgspec.json.decode(answer, type=Seen), after - before
-    except BrokenPipeError:
-        raise SystemExit("the load failed") from None
-    finally:
-        client.kill()
-        client.communicate()
-
-
-def measure(case: Case, args: argparse.Namespace, profile: Path | None) -> list[Result]:
+def measure(case: Case, args: argparse.Namespace, profile: Path | None) -> Results:
     """All systems under one load, in rounds."""
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engines = start_engines(case, stack, logs)
-        systems = [SYSTEMS[name](engines, stack, logs, args) for name in args.systems]
+    with tempfile.TemporaryDirectory() as logs, Bench(Path(logs), args.carryback_args) as bench:
+        bench.start_engines(case.chunks, case.pace_ms)
+        systems = [bench.start(name) for name in args.systems]
+        results = {system.name: Result() for system in systems}
         events = 0
         for number in range(args.rounds):
             # Nobody follows the same one in every round.
             first = number % len(systems)
+            seen: dict[str, tuple[Seen, float]] = {}
             for system in systems[first:] + systems[:first]:
-                seen, cpu_s = drive(load_of(case, system, args.requests, args.turns, events), system.process)
-                events = events or seen.events
-                system.requests += seen.requests
-                system.chunks += seen.requests * (seen.events - 1)
-                system.seconds += seen.seconds
-                system.ttft_s += seen.ttft_s
-                system.load_cpu += seen.cpu_s
-                system.cpu_s.append(1000 * cpu_s / seen.requests)
-                for outcome, times in seen.reuse.items():
-                    system.reuse[outcome] = system.reuse.get(outcome, 0) + times
-        for system in systems:
-            if system.process:
-                system.rss_max = peak_rss(system.process)
-        if profile:
-            # After the rounds: sampling costs something itself.
+                seen[system.name] = drive(case.load(system, events, args), system)
+                events = events or seen[system.name][0].events
+            direct = seen["direct"][0] if "direct" in seen else None
             for system in systems:
-                if system.name == "carryback" and system.process:
-                    record_profile(profile, system, load_of(case, system, args.requests, args.turns, events))
-    floor = next((system for system in systems if system.name == "direct"), None)
-    return [summary(system, floor) for system in systems]
+                result = results[system.name]
+                result.rounds.append(Round.of(system, *seen[system.name], direct))
+                result.reuse.update(seen[system.name][0].reuse)
+        # After the rounds: sampling costs something itself.
+        for system in systems:
+            if profile and system.name == "carryback":
+                record_profile(profile, case.load(system, events, args), system)
+    return results
 
 
-def record_profile(file: Path, system: System, load: Load) -> None:
-    """A py-spy profile of one more round; its format follows from the file's name."""
+def drive(load: Load, system: System) -> tuple[Seen, float]:
+    """Send a load; what the client saw, and the router's CPU seconds.
+
+    Raises:
+        SystemExit: an answer was not complete; the client has printed why.
+    """
+    command = [sys.executable, str(HERE / "load.py")]
+    client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert client.stdin is not None
+    assert client.stdout is not None
+    try:
+        with suppress(BrokenPipeError):
+            client.stdin.write(msgspec.json.encode(load) + b"\n")
+            client.stdin.flush()
+            client.stdout.readline()
+            before = system.cpu_s()
+            client.stdin.write(b"go\n")
+            client.stdin.flush()
+            if answer := client.stdout.readline():
+                return msgspec.json.decode(answer, type=Seen), system.cpu_s() - before
+        raise SystemExit(f"{system.name} failed under load\n{system.last_words()}")
+    finally:
+        client.kill()
+        client.wait()
+
+
+def record_profile(file: Path, load: Load, system: System) -> None:
+    """A py-spy profile of one more round, without the frames of C code; the file's name says the format."""
     assert system.process is not None
-    kind = {".svg": "flamegraph", ".json": "speedscope"}.get(file.suffix, "raw")
+    form = {".svg": "flamegraph", ".json": "speedscope"}.get(file.suffix, "raw")
     spy = subprocess.Popen(
         [
             str(BIN / "py-spy"), "record", "--pid", str(system.process.pid), "--subprocesses",
-            "--format", kind, "--rate", "500", "--duration", "600", "--output", str(file),
+            "--format", form, "--rate", "500", "--duration", "600", "--output", str(file),
         ],
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        drive(load, system.process)
+        drive(load, system)
     finally:
         spy.send_signal(signal.SIGINT)  # it writes the file
         spy.wait()
     print(f"profile: {file}", file=sys.stderr)
 
 
-def percentile(values: list[float], percent: int) -> float:
-    """Of at least two values."""
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
-
-
-def summary(system: System, floor: System | None) -> Result:
-    """The figures of one system over all rounds."""
-    p50, p99 = (1000 * percentile(system.ttft_s, each) for each in (50, 99))
-    added50 = added99 = None
-    if floor and floor is not system:
-        added50, added99 = (p - 1000 * percentile(floor.ttft_s, each) for p, each in ((p50, 50), (p99, 99)))
-    has_router = system.process is not None
-    return Result(
-        system=system.name,
-        requests_s=system.requests / system.seconds,
-        chunks_s=system.chunks / system.seconds,
-        ttft_p50_ms=p50,
-        ttft_p99_ms=p99,
-        added_p50_ms=added50,
-        added_p99_ms=added99,
-        cpu_s=statistics.fmean(system.cpu_s) if has_router else None,
-        cpu_s_range=(min(system.cpu_s), max(system.cpu_s)) if has_router else None,
-        rss_mib=system.rss_max / 2**20 if has_router else None,
-        load_cpu=system.load_cpu / system.seconds,
-        reuse=system.reuse,
-    )
+def percentiles_ms(seen: Seen) -> tuple[float, float]:
+    """p50 and p99 of the time to first chunk."""
+    cuts = statistics.quantiles(seen.ttft_s, n=100, method="inclusive")
+    return 1000 * cuts[49], 1000 * cuts[98]
 
 
 # -- the report
 
+OTHERS = ("baseline", "vllm-router")
 RATIOS = ("requests_s", "chunks_s", "added_p50_ms", "added_p99_ms", "cpu_s", "rss_mib")
-COLUMNS = (
-    "requests/s", "chunks/s", "TTFT p50 ms", "p99", "added p50 ms", "p99", "CPU s / 1,000 requests", "RSS MiB",
-)  # fmt: skip
+HEAD = """
+| | requests/s | chunks/s | TTFT p50 ms | p99 | added p50 ms | p99 | CPU s / 1,000 requests | lowest-highest | RSS MiB | client busy |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|
+"""
 
 
-def ratios(results: list[Result], other: str) -> dict[str, float | None]:
-    """carryback's figures divided by another system's; None where either is missing or not above zero."""
-    by_name = {result.system: result for result in results}
-    mine, its = by_name.get("carryback"), by_name.get(other)
-    if mine is None or its is None:
-        return {}
+def ratios(results: Results, other: str) -> dict[str, float | None]:
+    """carryback's medians divided by another system's; None where one of them is not above zero."""
     found: dict[str, float | None] = {}
-    for name in RATIOS:
-        above, below = getattr(mine, name), getattr(its, name)
-        found[name] = above / below if above and below and above > 0 and below > 0 else None
+    if "carryback" in results and other in results:
+        for name in RATIOS:
+            above, below = results["carryback"].median(name), results[other].median(name)
+            found[name] = above / below if above and below and above > 0 and below > 0 else None
     return found
 
 
-def table(case: Case, results: list[Result]) -> str:
+def table(case: Case, results: Results) -> str:
     """Markdown."""
-    lines = [f"### {case}", "", "| | " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * len(COLUMNS) + "|"]
 
-    def row(name: str, cells: list[str]) -> None:
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    def row(name: str, *cells: str) -> str:
+        return f"| {name} | " + " | ".join(cells) + " |\n"
 
     def cell(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    for each in results:
-        cpu = cell(each.cpu_s, ".2f")
-        if each.cpu_s_range:
-            cpu += " ({:.2f}-{:.2f})".format(*each.cpu_s_range)
-        row(
-            each.system,
-            [
-                cell(each.requests_s, ",.0f"), cell(each.chunks_s, ",.0f"), cell(each.ttft_p50_ms, ",.1f"),
-                cell(each.ttft_p99_ms, ",.1f"), cell(each.added_p50_ms, ",.1f"),
-                cell(each.added_p99_ms, ",.1f"), cpu, cell(each.rss_mib, ",.0f"),
-            ],
-        )  # fmt: skip
-    for other in ("baseline", "vllm-router"):
+    text = f"### {case}\n{HEAD}"
+    for name, each in results.items():
+        cpu = each.all("cpu_s")
+        text += row(
+            name,
+            cell(each.median("requests_s"), ",.0f"),
+            cell(each.median("chunks_s"), ",.0f"),
+            cell(each.median("ttft_p50_ms"), ",.1f"),
+            cell(each.median("ttft_p99_ms"), ",.1f"),
+            cell(each.median("added_p50_ms"), ",.1f"),
+            cell(each.median("added_p99_ms"), ",.1f"),
+            cell(each.median("cpu_s"), ".2f"),
+            f"{min(cpu):.2f}-{max(cpu):.2f}" if cpu else "",
+            cell(each.median("rss_mib"), ",.0f"),
+            cell(each.median("client_busy"), ".0%"),
+        )
+    for other in OTHERS:
         if found := ratios(results, other):
             values = [cell(found[name], ".2f") for name in RATIOS]
-            row(f"carryback / {other}", [*values[:2], "", "", *values[2:]])
-    return "\n".join(lines) + "\n"
+            text += row(f"carryback / {other}", *values[:2], "", "", *values[2:5], "", values[5], "")
+    return text
 
 
 def about() -> dict[str, str | int]:
     """The machine and the versions."""
     model = Path("/proc/cpuinfo").read_text().partition("model name")[2].partition(":")[2].partition("\n")[0]
-    versions = {}
+    found: dict[str, str | int] = {"cpu": model.strip(), "cores": os.cpu_count() or 0}
+    found["python"] = platform.python_version()
     for name in ("carryback", "vllm-router", "fastapi", "httpx", "uvicorn", "uvloop"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = ""
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def report(case: Case, results: Results) -> dict[str, object]:
+    """The same as JSON, with every round."""
     return {
-        "cpu": model.strip(),
-        "cores": os.cpu_count() or 0,
-        "python": platform.python_version(),
-        **versions,
+        "case": asdict(case),
+        "systems": {
+            name: {
+                "median": {each.name: result.median(each.name) for each in fields(Round)},
+                "rounds": [asdict(each) for each in result.rounds],
+                "reuse": result.reuse,
+            }
+            for name, result in results.items()
+        },
+        "carryback_over": {other: found for other in OTHERS if (found := ratios(results, other))},
     }
 
 
 def main() -> None:
     """Measure, print, write."""
     args = arguments()
-    report = []
-    cases = [
-        Case(*each) for each in itertools.product(args.streams, args.prompt_kb, args.chunks, args.pace_ms)
-    ]
+    chosen = itertools.product(args.streams, args.prompt_kb, args.chunks, args.pace_ms)
+    cases = [Case(*each) for each in chosen]
+    reports = []
     for case in cases:
         print(f"{case} ...", file=sys.stderr)
         profile: Path | None = args.py_spy
         if profile and len(cases) > 1:
-            name = f"{case.streams}x{case.prompt_kb}kb-{case.chunks}-{case.pace_ms:g}ms"
-            profile = profile.with_stem(f"{profile.stem}-{name}")
+            which = f"{case.streams}x{case.prompt_kb}kb-{case.chunks}x{case.pace_ms:g}ms"
+            profile = profile.with_stem(f"{profile.stem}-{which}")
         results = measure(case, args, profile)
         print(table(case, results), flush=True)
-        found = {other: ratios(results, other) for other in ("baseline", "vllm-router")}
-        report.append(
-            {
-                "case": asdict(case),
-                "results": [asdict(result) for result in results],
-                "carryback_over": found,
-            }
-        )
+        reports.append(report(case, results))
         if args.json:
-            whole = {
-                "about": about(),
-                "requests": args.requests,
-                "rounds": args.rounds,
-                "turns": args.turns,
-                "workers": args.workers,
-                "cases": report,
-            }
+            options = {name: getattr(args, name) for name in ("requests", "rounds", "turns", "carryback_args")}
+            whole = {"about": about(), **options, "cases": reports}
             args.json.write_text(json.dumps(whole, indent=1) + "\n")
 
 
@@ -518,22 +319,26 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
-    add("--quick", action="store_true", help="64 streams, 4 KB, 64 chunks: about two minutes")
-    add("--systems", nargs="+", choices=SYSTEMS, default=["direct", "baseline", "carryback", "vllm-router"])
+    names = ["direct", *SYSTEMS]
+    add("--quick", action="store_true", help="64 streams, 4 KB, 64 chunks: two minutes")
+    add("--systems", nargs="+", choices=names, default=["direct", "baseline", "carryback", "vllm-router"])
     add("--streams", nargs="+", type=int, help="requests in flight (1 64 256)")
     add("--prompt-kb", nargs="+", type=int, help="size of a conversation's first request (1 100)")
     add("--chunks", nargs="+", type=int, help="tokens of an answer (128)")
     add("--pace-ms", nargs="+", type=float, help="between two chunks; 0: unpaced (0 10)")
-    add("--requests", type=int, help="in one round, on each system (512)")
-    add("--rounds", type=int, help="(5)")
+    add("--requests", type=int, help="of a round, to each system (512); paced: at most 8 a stream, or 16")
+    add("--rounds", type=int, help="(3)")
     add("--turns", type=int, default=8, help="requests of one conversation (8)")
-    add("--workers", type=int, default=1, help="of carryback (1)")
+    add("--carryback-args", type=shlex.split, default=[], metavar="WORDS", help="for `carryback router`")
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--py-spy", type=Path, metavar="FILE", help="profile carryback in one more round: .svg, .json, .txt")
     args = parser.parse_args()
-    full = {"streams": [1, 64, 256], "prompt_kb": [1, 100], "chunks": [128], "requests": 512, "rounds": 5}
-    quick = {"streams": [64], "prompt_kb": [4], "chunks": [64], "requests": 384, "rounds": 3}
-    for name, value in {**(quick if args.quick else full), "pace_ms": [0.0, 10.0]}.items():
+    defaults: dict[str, object] = {"pace_ms": [0.0, 10.0], "rounds": 3}
+    if args.quick:
+        defaults |= {"streams": [64], "prompt_kb": [4], "chunks": [64], "requests": 384}
+    else:
+        defaults |= {"streams": [1, 64, 256], "prompt_kb": [1, 100], "chunks": [128], "requests": 512}
+    for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     return args
