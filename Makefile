@@ -20,6 +20,7 @@ demo: install
 
 # make test TEST_ARGS="tests/unit -x"
 test: install
+	scripts/test-tools.sh
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 lint: install

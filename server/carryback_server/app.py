@@ -12,17 +12,18 @@ import msgspec
 from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
 
-from carryback_server.config import ConfigError, EngineConfig, RouterConfig
+from carryback_server.config import ConfigError, Engines, RouterConfig
 from carryback_server.endpoints import ENDPOINTS, FORWARDED, REFUSED, error_response, refused
-from carryback_server.errors import ApiError
+from carryback_server.errors import ApiError, HideMalformed
 from carryback_server.metrics import CONTENT_TYPE, Metrics
 from carryback_server.pipeline import Pipeline
 from carryback_server.state import Conversation, Record, StateDown
-from carryback_server.tenants import Tenants
+from carryback_server.tenants import Tenant, Tenants
 
 logger = logging.getLogger("carryback")
+logging.getLogger("aiohttp.server").addFilter(HideMalformed())
 
-_engines = TypeAdapter(list[EngineConfig])
+_engines = TypeAdapter(Engines)
 MAX_LISTED = 1000
 
 
@@ -53,6 +54,7 @@ class Router:
             config.tenants_file,
             config.api_keys,
             redis_url=None if config.state == "memory" else config.state,
+            redis_prefix=config.state_prefix,
             redis_timeout_s=config.state_timeout_s,
             on_uncounted=self.metrics.rate_uncounted.inc,
         )
@@ -188,6 +190,10 @@ class Router:
 
     async def _models(self, request: web.Request) -> web.Response:
         tenant = self.tenants.of(request.headers)
+        async with tenant.admit():
+            return await self._models_of(tenant)
+
+    async def _models_of(self, tenant: Tenant) -> web.Response:
         for engine in [*self.pipeline.pool.of("decode"), *self.pipeline.pool.of("prefill")]:
             status, content_type, content = await engine.get("/v1/models")
             if status == 200:
@@ -239,7 +245,8 @@ class Router:
     # -- for operators
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+        exposition = await asyncio.to_thread(self.metrics.exposition)
+        return web.Response(body=exposition, headers={"Content-Type": CONTENT_TYPE})
 
     async def _engines(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": [each.view() for each in self.pipeline.pool.engines]})

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 import uvloop
+from pydantic import SecretStr, ValidationError
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -223,6 +224,8 @@ async def _serve(settings: ServeConfig) -> None:
     if device == "cuda" and not launch.has_gpu():
         raise ConfigError("device is cuda, and there is no NVIDIA GPU on this machine; give --device cpu")
     key = os.environ.get(launch.KEY) or (None if settings.insecure_dev else secrets.token_hex(32))
+    if settings.events_key is None and not settings.insecure_dev:
+        settings.events_key = SecretStr(secrets.token_hex(32))
     with launch.reserved_ports(settings) as ports:
         if settings.model is None:
             err.print(f"default model: {model.NAME}")
@@ -398,6 +401,8 @@ def _plan(settings: ServeConfig) -> Iterator[str]:
     else:
         yield "# One secret; the same value in the shells of both engines."
         yield f"export {launch.KEY}=$(openssl rand -hex 32)"
+        yield "# Another one; the same value in the shells of both engines and of the router."
+        yield f"export {launch.EVENTS_KEY}=$(openssl rand -hex 32)"
     if settings.engine_api_key is not None:
         yield f"export {launch.ENGINE_API_KEY}=...  # engine_api_key, for the engines"
         yield "export CARRYBACK_ENGINE_API_KEY=...  # the same, for the router"
@@ -422,11 +427,14 @@ def _plan(settings: ServeConfig) -> Iterator[str]:
 
 def _engine(role: Literal["prefill", "decode"], text: str) -> EngineConfig:
     url, _, events = text.partition(",")
-    if not url.startswith(("http://", "https://")) or "://" not in events:
+    try:
+        return EngineConfig(role=role, url=url, events=events)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
         raise ConfigError(
-            f"--{role} {shlex.quote(text)}: want URL,EVENTS, e.g. http://127.0.0.1:8100,tcp://127.0.0.1:8101"
-        )
-    return EngineConfig(role=role, url=url.rstrip("/"), events=events)
+            f"--{role} {shlex.quote(text)}: {first['msg']}; "
+            "want URL,EVENTS, e.g. http://127.0.0.1:8100,tcp://127.0.0.1:8101"
+        ) from error
 
 
 def _check_port(config: RouterConfig) -> None:

@@ -117,7 +117,7 @@ def _separated(value: object) -> object:
 Separated = Annotated[list[str], NoDecode, BeforeValidator(_separated)]
 
 # Settings whose values are not shown, also not where they are wrong.
-SECRETS = frozenset({"engine_api_key", "api_keys", "api_key", "events_key"})
+SECRETS = frozenset({"engine_api_key", "api_keys", "api_key", "events_key", "state"})
 
 
 def _check_names(engines: list[EngineConfig]) -> list[EngineConfig]:
@@ -205,7 +205,7 @@ class RouterConfig(BaseModel, extra="forbid"):
     api_keys: Separated = Field([], repr=False)
     "Each `tenant=key` or `tenant=sha256:<hash>`."
 
-    state: str = Field("memory", pattern=r"^(memory$|rediss?://|unix://)")
+    state: str = Field("memory", pattern=r"^(memory$|rediss?://|unix://)", repr=False)
     "Where records and conversations are kept: `memory`, or the `redis://` URL that several routers share."
     state_prefix: str = "carryback"
     "Of all keys in Redis."

@@ -38,6 +38,8 @@ class EngineDown(Exception):
         is_timeout: it took longer than it may.
         is_over: the engine does nothing for the request, for certain: it never got it, or has ended it.
         is_own: it is the engine's own fault. Not if it could not read from another one, so far as one knows.
+        reason: the message without the engine's name, for a client.
+        said: the engine's own words, which may repeat the client's; not for a log.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class EngineDown(Exception):
         is_timeout: bool = False,
         is_over: bool = False,
         is_own: bool = True,
+        said: str = "",
     ) -> None:
         super().__init__(f"{engine.role} engine {engine.name}: {message}")
+        self.reason = f"the {engine.role} engine failed: {message}" + (f": {said}" if said else "")
         self.is_timeout = is_timeout
         self.is_over = is_over
         self.is_own = is_own
@@ -271,7 +275,7 @@ class Engine:
         try:
             reply, content = await self._ask("GET", path, timeout_s=self._config.probe_timeout_s)
         except OSError as error:
-            raise ApiError(502, f"engine {self.name} did not answer", code="engine_failed") from error
+            raise ApiError(502, "the engine did not answer", code="engine_failed") from error
         return reply.status, reply.content_type, content
 
     async def release(self, request_ids: list[str]) -> bool:

@@ -268,7 +268,7 @@ class Pipeline:
                     reply = await engine.post(request.path, data, request_id=self._key(), timeout_s=timeout_s)
                     content = await reply.read()
             except (EngineDown, UpstreamError, TimeoutError) as error:
-                raise ApiError(502, str(error) or "no answer in time", code="engine_failed") from error
+                raise ApiError(502, "the engine did not answer", code="engine_failed") from error
         return web.Response(status=reply.status, body=content, headers={"Content-Type": reply.content_type})
 
     # -- identify
@@ -380,7 +380,7 @@ class Pipeline:
             return None
         trip.holder = self.pool.find(record.engine)
         # A router that has just started has not heard the engine yet.
-        if trip.holder is None or trip.holder.run not in (record.run, ""):
+        if trip.holder is None or not trip.holder.is_up or trip.holder.run not in (record.run, ""):
             trip.why_none, trip.holder = "engine_lost", None
         elif time.time() > record.deadline - EXPIRY_MARGIN_S:
             trip.why_none = "expired"
@@ -430,6 +430,7 @@ class Pipeline:
                 logger.warning("prefill: %s", error)
                 self._metrics.retries.labels("prefill", "timeout" if error.is_timeout else "down").inc()
                 trip.entry.retries += 1
+                step.event("retry", reason="timeout" if error.is_timeout else "down")
                 trip.why_none = "prefill_failed"
                 is_over = error.is_over
             finally:
@@ -479,8 +480,8 @@ class Pipeline:
             finally:
                 trip.entry.prefill_s += time.monotonic() - sent
             if reply.status >= 500:
-                message = f"status {reply.status}: {content[:500].decode(errors='replace')}"
-                raise EngineDown(engine, message, is_over=True)
+                said = content[:500].decode(errors="replace")
+                raise EngineDown(engine, f"status {reply.status}", is_over=True, said=said)
         if reply.status != 200:
             raise Refused(reply.status, reply.content_type, content)
         try:
@@ -522,9 +523,14 @@ class Pipeline:
                     try:
                         # Nothing has been sent: once more, and without the transfer, which may be at fault.
                         if answer.has_failed and len(tried) == 1:
-                            message = f"failed before the first byte: {_excerpt(answer)}"
                             # It may be the prefill engine's fault, whose KV could not be read.
-                            raise EngineDown(engine, message, is_over=True, is_own=not params)
+                            raise EngineDown(
+                                engine,
+                                f"status {answer.status} before the first byte",
+                                is_over=True,
+                                is_own=not params,
+                                said=_excerpt(answer),
+                            )
                         if answer.status >= 400:
                             prefilled.is_over = True
                         elif not answer.has_failed:
@@ -537,10 +543,11 @@ class Pipeline:
                 logger.warning("decode: %s", error)
                 trip.entry.retries += 1
                 self._metrics.retries.labels("decode", "timeout" if error.is_timeout else "down").inc()
+                step.event("retry", reason="timeout" if error.is_timeout else "down")
                 if error.is_timeout:
-                    raise ApiError(504, str(error), code="engine_timeout") from error
+                    raise ApiError(504, error.reason, code="engine_timeout") from error
                 if len(tried) > 1:
-                    raise ApiError(502, str(error), code="engine_failed") from error
+                    raise ApiError(502, error.reason, code="engine_failed") from error
                 if params:
                     prefilled.is_over = error.is_over
                 params, holder = {}, None
@@ -582,9 +589,11 @@ class Pipeline:
             idle_timeout_s=self._config.idle_timeout_s,
         )
         trip.entry.streamed = answer.is_stream
+        self._metrics.streams.inc(answer.is_stream)
         try:
             response = await relay.send(_settled(answer))
         finally:
+            self._metrics.streams.dec(answer.is_stream)
             trip.entry.bytes_out, trip.entry.error = relay.bytes_out, relay.error_code
         if answer.status >= 500 or relay.error_code:
             visit.fail()
