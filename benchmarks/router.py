@@ -297,6 +297,8 @@ def report(case: Case, results: Results) -> dict[str, object]:
 def main() -> None:
     """Measure, print, write."""
     args = arguments()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit("stopped"))  # the processes that were started end first
     chosen = itertools.product(args.streams, args.prompt_kb, args.chunks, args.pace_ms)
     cases = [Case(*each) for each in chosen]
     reports = []
@@ -310,7 +312,9 @@ def main() -> None:
         print(table(case, results), flush=True)
         reports.append(report(case, results))
         if args.json:
-            options = {name: getattr(args, name) for name in ("requests", "rounds", "turns", "carryback_args")}
+            options = {
+                name: getattr(args, name) for name in ("requests", "rounds", "turns", "carryback_args")
+            }
             whole = {"about": about(), **options, "cases": reports}
             args.json.write_text(json.dumps(whole, indent=1) + "\n")
 
