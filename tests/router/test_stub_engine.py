@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ from stub_engine import CALL_MARKER, Settings, StubEngine, expected, expected_te
 from stub_engine.prompts import MESSAGES, RESPONSES
 
 TEXT = "Tell me about the sea, the wind, the boats and all the people who go there in winter. " * 4
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"required": ["where"]}}}]
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "look", "parameters": {"required": ["where"]}}}]
 
 
 class Pair:
@@ -64,8 +65,6 @@ class Pair:
 
 
 def record_of(held: events.Held) -> dict[str, Any]:
-    import base64
-
     record = msgspec.json.decode(held.record)
     record["carryback"]["digests"] = base64.b64encode(held.digests).decode()
     return dict(record)
