@@ -1,0 +1,187 @@
+"""The engines by hand, without the router: what each endpoint takes and returns, and what engines publish."""
+
+from __future__ import annotations
+
+import base64
+import json
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import zmq
+import zmq.asyncio
+from carryback.wire import events
+from pair import BLOCK, NAME, Pair, document, eventually
+
+WITHIN_S = 60
+# For each endpoint: how it spells the number of tokens, and the prompt.
+ENDPOINTS = {
+    "/v1/chat/completions": ("max_completion_tokens", "messages"),
+    "/v1/completions": ("max_tokens", "prompt"),
+    "/v1/responses": ("max_output_tokens", "input"),
+    "/v1/messages": ("max_tokens", "messages"),
+}
+
+
+class Engines:
+    """Asks the engines, and hears them."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._context = zmq.asyncio.Context()
+        self._sockets = {}
+        for command in pair.commands:
+            socket = self._sockets[command.role] = self._context.socket(zmq.SUB)
+            socket.subscribe(b"")
+            socket.connect(command.events)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    async def ask(self, role: str, path: str, body: dict[str, Any], **params: Any) -> Any:
+        """A request to one engine; its answer, or the text of its stream."""
+        body = {**body, "kv_transfer_params": params}
+        async with self._pair.session.post(self._pair.url(role) + path, json=body) as response:
+            text = await response.text()
+            assert response.status == 200, text
+        return json.loads(text) if response.content_type == "application/json" else text
+
+    async def prefill(
+        self, path: str, body: dict[str, Any], record: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The prefill hop; what the decode engine is to be given, and what was reused."""
+        body = {**body, ENDPOINTS[path][0]: 1, "stream": False}
+        params = {**record, "do_remote_decode": True, "do_remote_prefill": False, "carryback_key": key()}
+        answer = await self.ask("prefill", path, body, **params)
+        report = answer["kv_transfer_params"].pop("carryback_reuse")
+        return answer["kv_transfer_params"], report
+
+    async def release(self, role: str, request_id: str) -> None:
+        """Make an engine let go of a request's KV."""
+        nothing = {"model": NAME, "prompt": "x", "max_tokens": 1}
+        await self.ask(role, "/v1/completions", nothing, carryback_release=[request_id])
+
+    async def next(self, role: str, kind: type[Any]) -> Any:
+        """The next event of a kind from an engine."""
+        while await self._sockets[role].poll(WITHIN_S * 1000):
+            event = events.decode((await self._sockets[role].recv_multipart())[-1])
+            if isinstance(event, kind):
+                return event
+        pytest.fail(f"{role}: no {kind.__name__}")
+
+    async def hello(self, role: str) -> events.Hello:
+        """What an engine says of itself from now on."""
+        while await self._sockets[role].poll(0):
+            await self._sockets[role].recv_multipart()
+        hello: events.Hello = await self.next(role, events.Hello)
+        return hello
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def engines(pair: Pair) -> AsyncIterator[Engines]:
+    await pair.assert_unpinned()
+    engines = Engines(pair)
+    for role in ("prefill", "decode"):
+        assert (await engines.hello(role)).pinned == 0
+    yield engines
+    engines.close()
+
+
+def key() -> str:
+    return f"cbtest.{uuid.uuid4().hex}"
+
+
+def record(held: events.Held) -> dict[str, Any]:
+    """What the router gives to a prefill engine."""
+    params: dict[str, Any] = json.loads(held.record)
+    params["carryback"]["digests"] = base64.b64encode(held.digests).decode()
+    return params
+
+
+def request(path: str, text: str, salt: str) -> dict[str, Any]:
+    limit, field = ENDPOINTS[path]
+    prompt = [{"role": "user", "content": text}] if field == "messages" else text
+    return {"model": NAME, field: prompt, limit: 8, "temperature": 0, "cache_salt": salt}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_every_endpoint_reads_back(pair: Pair, engines: Engines, path: str, stream: bool) -> None:
+    first = request(path, document(1, 20), "salt") | {"stream": stream}
+    params, report = await engines.prefill(path, first, {})
+    assert report["reason"] == "no_record"
+    answer = await engines.ask("decode", path, first, **params, carryback_key=key(), hold_s=60)
+    held = await engines.next("decode", events.Held)
+    # What a client is sent tells nothing about the engines.
+    for secret in ("remote_", "carryback", params["remote_engine_id"], held.engine):
+        assert secret not in json.dumps(answer)
+    assert held.tokens == len(held.digests) // 16 * BLOCK > 10 * BLOCK
+    assert held.pinned == held.blocks
+    capacity = (await engines.hello("decode")).capacity
+    assert await pair.pinned("decode") * capacity == pytest.approx(held.pinned, abs=0.01)
+
+    second = request(path, f"{document(1, 20)} {document(2, 5)}", "salt")
+    unread, report = await engines.prefill(path, second, record(held))
+    assert report["outcome"] in (
+        "hit",
+        "partial",
+    )  # the template's end of the first prompt is not in the second
+    assert held.tokens - 2 * BLOCK <= report["tokens"] <= held.tokens
+    released = await engines.next("decode", events.Released)
+    assert (released.key, released.reason, released.pinned) == (held.key, "read", 0)
+    await engines.release("prefill", unread["remote_request_id"])
+    await pair.assert_unpinned()
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_every_endpoint_takes_the_salt(engines: Engines, path: str) -> None:
+    first = request(path, document(3, 20), "one")
+    params, _ = await engines.prefill(path, first, {})
+    await engines.ask("decode", path, first, **params, carryback_key=key(), hold_s=60)
+    held = await engines.next("decode", events.Held)
+    unread, report = await engines.prefill(path, request(path, document(3, 20), "another"), record(held))
+    assert (report["outcome"], report["tokens"]) == ("miss", 0)
+    assert (await engines.next("decode", events.Released)).pinned == 0
+    await engines.release("prefill", unread["remote_request_id"])
+
+
+async def test_a_release_and_a_deadline(pair: Pair, engines: Engines) -> None:
+    path = "/v1/completions"
+    body = request(path, document(4, 20), "salt")
+    for hold_s, reason in ((60, "asked"), (0.5, "expired")):
+        await engines.ask("decode", path, body, carryback_key=key(), hold_s=hold_s)
+        held = await engines.next("decode", events.Held)
+        assert held.pinned == held.blocks > 10
+        assert (await engines.hello("decode")).pinned == held.pinned
+        if reason == "asked":
+            await engines.release("decode", held.request)
+        released = await engines.next("decode", events.Released)
+        assert (released.key, released.reason, released.pinned) == (held.key, reason, 0)
+        await pair.assert_unpinned("decode")
+
+
+async def test_a_prefill_engine_says_what_waits_for_its_reader(pair: Pair, engines: Engines) -> None:
+    path = "/v1/completions"
+    body = request(path, document(5, 20), "salt")
+    params, _ = await engines.prefill(path, body, {})
+    assert (await engines.hello("prefill")).pinned > 10
+    await engines.ask("decode", path, body, **params, hold_s=0)
+
+    async def is_read() -> bool:
+        return (await engines.hello("prefill")).pinned == 0
+
+    await eventually(is_read, WITHIN_S, "prefill still holds KV")
+    await pair.assert_unpinned()
+
+
+async def test_ranks_are_addressed_by_all_endpoints_but_responses(pair: Pair) -> None:
+    """Which engines the router may address by rank: vLLM leaves the header of /v1/responses aside."""
+    answers = {}
+    for path in ENDPOINTS:
+        body = request(path, "hello", "salt")
+        headers = {"X-data-parallel-rank": "7"}
+        async with pair.session.post(pair.url("decode") + path, json=body, headers=headers) as response:
+            answers[path] = response.status
+    assert answers == {path: 200 if path == "/v1/responses" else 400 for path in ENDPOINTS}
