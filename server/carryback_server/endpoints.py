@@ -392,8 +392,8 @@ class Responses(Endpoint):
 
     def error_event(self, error: ApiError, tail: bytes = b"") -> bytes:
         """See `Endpoint.error_event`. Flat, as documented, and with `error`, which the official client raises."""
-        # Not inside a string: quotes have a backslash there.
-        numbers = re.findall(rb'[{,]\s*"sequence_number"\s*:\s*(\d+)', tail)
+        # Not what a model says: its quotes have a backslash.
+        numbers = re.findall(rb'"sequence_number"\s*:\s*(\d+)', tail)
         fields: dict[str, Any] = msgspec.json.decode(error.body())
         event = {
             "type": "error",

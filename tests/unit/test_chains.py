@@ -102,6 +102,13 @@ async def test_a_second_continuation_is_a_fork(chains: Chains) -> None:
     assert (on.conversation, on.parent) == ("c1", None)
 
 
+async def test_without_a_sign_of_another_it_is_no_fork(chains: Chains, state: MemoryState) -> None:
+    await ask(chains, "r1", "c1", TEXT, input="hi")
+    await state.put_response("t", "\0c1", b"", ttl_s=0)  # which one is the newest is forgotten
+    _, second = await ask(chains, "r2", "", previous_response_id="r1", input="a")
+    assert (second.conversation, second.parent) == ("c1", None)
+
+
 async def test_a_failed_continuation_leaves_no_mark(chains: Chains) -> None:
     await ask(chains, "r1", "c1", TEXT, input="hi")
     failed = await chains.resolve("t", of(previous_response_id="r1", input="a"))
