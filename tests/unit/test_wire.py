@@ -74,9 +74,20 @@ def test_bad_ids_are_refused_by_the_name_of_their_field(bad: str, why: str) -> N
 
 
 EVENTS: list[events.Event] = [
-    events.Hello(engine="e", seq=3),
-    events.Held("e", 4, "key", "req", tokens=64, blocks=4, hold_s=480.0, record=b'{"a":1}'),
-    events.Released("e", 5, "key", "expired"),
+    events.Hello(engine="e", seq=3, pinned=7, capacity=99),
+    events.Held(
+        "e",
+        4,
+        "key",
+        "req",
+        tokens=64,
+        blocks=4,
+        hold_s=480.0,
+        record=b'{"a":1}',
+        digests=b"\xff" * 64,
+        pinned=7,
+    ),
+    events.Released("e", 5, "key", "expired", pinned=3),
     events.Declined("e", 6, "key", "unverified"),
 ]
 
@@ -89,9 +100,12 @@ def test_an_event_survives_its_frames(event: events.Event) -> None:
     assert events.decode(payload) == event
 
 
+VERSION = bytes([events.VERSION])
+
+
 def test_an_event_of_another_version_says_so() -> None:
     _, payload = events.encode(EVENTS[0])
-    with pytest.raises(ValueError, match="version 9; this is 1"):
+    with pytest.raises(ValueError, match=f"version 9; this is {events.VERSION}"):
         events.decode(bytes([9]) + payload[1:])
 
 
@@ -99,11 +113,11 @@ def test_an_event_of_another_version_says_so() -> None:
     "payload",
     [
         b"",
-        b"\x01",
-        b"\x01\xff\xff",
-        b"\x01" + msgspec.msgpack.encode({"type": "other"}),
-        b"\x01" + msgspec.msgpack.encode({"type": "hello", "engine": 5, "seq": "x"}),
-        b"\x01" + msgspec.msgpack.encode({"type": "released", "engine": "e", "seq": 1, "key": "k"}),
+        VERSION,
+        VERSION + b"\xff\xff",
+        VERSION + msgspec.msgpack.encode({"type": "other"}),
+        VERSION + msgspec.msgpack.encode({"type": "hello", "engine": 5, "seq": "x"}),
+        VERSION + msgspec.msgpack.encode({"type": "released", "engine": "e", "seq": 1, "key": "k"}),
         events.encode(EVENTS[1])[1][:-4],
     ],
 )
@@ -115,9 +129,11 @@ def test_what_is_no_event_is_refused(payload: bytes) -> None:
 @given(st.binary(max_size=200))
 def test_noise_is_refused_or_read_but_never_fatal(noise: bytes) -> None:
     with contextlib.suppress(ValueError):
-        assert isinstance(events.decode(b"\x01" + noise), events.Event)
+        assert isinstance(events.decode(VERSION + noise), events.Event)
 
 
 def test_an_event_may_carry_more_than_this_version_knows() -> None:
-    raw = msgspec.msgpack.encode({"type": "hello", "engine": "e", "seq": 1, "later": [1, 2]})
-    assert events.decode(b"\x01" + raw) == events.Hello("e", 1)
+    raw = msgspec.msgpack.encode(
+        {"type": "hello", "engine": "e", "seq": 1, "pinned": 0, "capacity": 9, "later": [1, 2]}
+    )
+    assert events.decode(VERSION + raw) == events.Hello("e", 1, 0, 9)
