@@ -241,11 +241,14 @@ class RedisState:
                 for index in indexes:
                     now = repr(new.last_seen)
                     pipe.execute_command("EVAL", _LIST, 1, index, _member(tenant, id), now, self._ttl_s)
-                count, _ = await pipe.execute()
+                counts = await pipe.execute(raise_on_error=False)
+                for error in counts:
+                    if isinstance(error, Exception):
+                        raise error
         except _Foreign as error:
             await self._forget(error, indexes)
         else:
-            if count > self._max_conversations:
+            if counts[0] > self._max_conversations:
                 await self._evict(indexes[0])
         return conversation
 

@@ -49,6 +49,7 @@ class Reply:
     Attributes:
         status: of HTTP.
         headers: by lower-case names.
+        headed: done once status and headers are there, or never will be.
         is_complete: all of it has come.
     """
 
@@ -64,6 +65,7 @@ class Reply:
         self._waiter: asyncio.Future[None] | None = None
         self._last_piece = 0.0
         self._is_left = False
+        self.headed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def content_type(self) -> str:
@@ -200,7 +202,6 @@ class _Connection(asyncio.Protocol):
         self._transport: Any = None
         self._parser = httptools.HttpResponseParser(self)
         self._reply: Reply | None = None
-        self._headed: asyncio.Future[Reply] | None = None
         self._framed = False
         self.is_open = False
         self.is_paused = False
@@ -209,18 +210,16 @@ class _Connection(asyncio.Protocol):
     async def exchange(self, head: bytes, body: bytes) -> Reply:
         """Send a request; its answer, once the headers are there."""
         self._reply = reply = Reply(self)
-        self._headed = asyncio.get_running_loop().create_future()
         self._framed = False
         self._transport.write(head + body if len(body) < 65536 else head)
         if len(body) >= 65536:
             self._transport.write(body)
         try:
-            await self._headed
+            await reply.headed
         except BaseException:
-            self.abort()
+            if self._reply is reply:  # it may be over, and the connection at work for another
+                self.abort()
             raise
-        finally:
-            self._headed = None
         return reply
 
     def pause(self) -> None:
@@ -263,11 +262,13 @@ class _Connection(asyncio.Protocol):
             self._fail(BrokeOff(f"broke off ({exc or 'connection closed'})"))
 
     def _fail(self, error: UpstreamError) -> None:
-        if self._headed is not None and not self._headed.done():
-            self._headed.set_exception(error)
-        elif self._reply is not None:
-            self._reply.end(error)
-        self._reply = None
+        reply, self._reply = self._reply, None
+        if reply is None:
+            return
+        if not reply.headed.done():
+            reply.headed.set_exception(error)
+        else:
+            reply.end(error)
 
     # -- httptools
 
@@ -282,8 +283,8 @@ class _Connection(asyncio.Protocol):
         if self._reply is None:
             raise BrokeOff("an answer that nobody asked for")
         self._reply.status = self._parser.get_status_code()
-        if self._headed is not None and not self._headed.done():
-            self._headed.set_result(self._reply)
+        if not self._reply.headed.done():
+            self._reply.headed.set_result(None)
 
     def on_body(self, body: bytes) -> None:
         if self._reply is not None:

@@ -688,15 +688,14 @@ async def test_a_cluster_of_several_nodes() -> None:
         redis_server(*options, port=free_port()) as first,
         redis_server(*options, port=free_port()) as second,
     ):
-        first.client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 8000)
-        second.client.execute_command("CLUSTER", "ADDSLOTSRANGE", 8001, 16383)
-        first.client.execute_command("CLUSTER", "MEET", "127.0.0.1", second.port)
+        clients: list[Any] = [first.client, second.client]
+        clients[0].execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 8000)
+        clients[1].execute_command("CLUSTER", "ADDSLOTSRANGE", 8001, 16383)
+        clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", second.port)
 
         async def is_whole() -> bool:
-            infos = [each.client.execute_command("CLUSTER", "INFO") for each in (first, second)]
-            return all(
-                b"cluster_state:ok" in info and b"known_nodes:2" in info for info in map(_bytes, infos)
-            )
+            infos = [each.cluster("INFO") for each in clients]
+            return all(info["cluster_state"] == "ok" and info["cluster_known_nodes"] == "2" for info in infos)
 
         await until(is_whole)
         shared = Replicas(f"redis://127.0.0.1:{first.port}")
@@ -724,11 +723,3 @@ async def test_a_cluster_of_several_nodes() -> None:
 
         await until(has_come)
         await shared.stop()
-
-
-def _bytes(info: Any) -> bytes:
-    return (
-        info
-        if isinstance(info, bytes)
-        else "\n".join(f"{key}:{value}" for key, value in info.items()).encode()
-    )

@@ -38,6 +38,12 @@ from stub_engine.shapes import SHAPES, Shape, dump, error_object, parts
 from stub_engine.side_channel import SideChannel
 
 DEFAULT_KEY = "the key of the tests"
+# Fields of the wrong type are refused; null is as good as absent.
+_TYPES = {
+    "model": str, "stream": bool, "stream_options": dict, "n": int, "min_tokens": int, "ignore_eos": bool,
+    "tools": list, "top_logprobs": int, "echo": bool, "cache_salt": str, "instructions": str,
+    "kv_transfer_params": dict,
+}  # fmt: skip
 _BIND_TRIES = 20
 
 
@@ -276,10 +282,16 @@ class StubEngine:
     # -- requests
 
     def _handle(self, request: Request, connection: Connection) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.violations.append(f"the stub engine itself failed: {error!r}")
+                connection.drop()
+
         task = asyncio.create_task(self._serve(request, connection))
         connection.on_lost = task.cancel
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(ended)
 
     async def _serve(self, request: Request, connection: Connection) -> None:
         if request.path.startswith("/stub/"):
@@ -375,12 +387,18 @@ class StubEngine:
                 )
             if body is None:
                 raise Invalid("1 validation error:\n  the body is not a JSON object", "body")
+            for field, kind in _TYPES.items():
+                if (value := body.get(field)) is not None and type(value) is not kind:
+                    raise Invalid(f"1 validation error:\n  {field}: want {kind.__name__}", field)
             if path == "/detokenize":
-                connection.respond(200, dump({"prompt": detokenize(body["tokens"])}).encode())
+                tokens = body.get("tokens")
+                if not isinstance(tokens, list) or not all(isinstance(each, int) for each in tokens):
+                    raise Invalid("1 validation error:\n  tokens: want integers", "tokens")
+                connection.respond(200, dump({"prompt": detokenize(tokens)}).encode())
             elif path not in SHAPES:
                 self._count(path, body, connection)
             elif (model := body.get("model")) and model != self.model:
-                self._rank_for(received).reject(body.get("kv_transfer_params"), "rejected")
+                self._rank_for(received).reject(received.params, "rejected")
                 message = f"The model `{model}` does not exist."
                 _refuse(connection, path, 404, message, "NotFoundError", "model")
             elif path == RESPONSES and (previous := body.get("previous_response_id")):
@@ -391,13 +409,16 @@ class StubEngine:
                 rank, ask = self._rank_for(received), self._ask(received, body, fault)
                 await self._generate(rank, ask, path, connection, fault)
         except Invalid as error:
-            if body is not None and path in SHAPES:
-                self._rank_for(received).reject(body.get("kv_transfer_params"), "rejected")
+            if path in SHAPES and not isinstance(error, _NoRank):
+                self._rank_for(received).reject(received.params, "rejected")
             _refuse(connection, path, 400, str(error), error.kind, error.param)
 
     def _count(self, path: str, body: Mapping[str, Any], connection: Connection) -> None:
         endpoint = MESSAGES if path != "/tokenize" else CHAT if "messages" in body else COMPLETIONS
-        tokens = prompts_of(endpoint, body)[0].tokens
+        try:
+            tokens = prompts_of(endpoint, body)[0].tokens
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise Invalid(f"1 validation error:\n  {error!r}") from error
         counted: dict[str, Any] = {"input_tokens": len(tokens)}
         if path == "/tokenize":
             counted = {"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens}
@@ -431,7 +452,7 @@ class StubEngine:
         if index is None:
             return min(self.ranks, key=lambda rank: len(rank.running))
         if not index.isdigit() or int(index) >= len(self.ranks):
-            raise Invalid(f"data_parallel_rank {index} is out of range", None, "BadRequestError")
+            raise _NoRank(f"data_parallel_rank {index} is out of range", None, "BadRequestError")
         return self.ranks[int(index)]
 
     def _prompts(self, path: str, body: Mapping[str, Any]) -> list[tuple[Prompt, int]]:
@@ -463,14 +484,9 @@ class StubEngine:
         Raises:
             Invalid: the body is refused.
         """
-        path, params, salt, n = (
-            received.path,
-            body.get("kv_transfer_params"),
-            body.get("cache_salt"),
-            body.get("n"),
-        )
-        if not isinstance(n, int | None) or n == 0 or not isinstance(salt, str | None):
-            raise Invalid("1 validation error:\n  n or cache_salt is of the wrong type", "n")
+        path, params, n = received.path, body.get("kv_transfer_params"), body.get("n")
+        if n is not None and n < 1:
+            raise Invalid("n must be at least 1", "n", "BadRequestError")
         if body.get("stream_options") and not body.get("stream"):
             raise Invalid("1 validation error:\n  stream_options without stream", "stream_options")
         number = received.headers.get("x-request-id") or uuid.uuid4().hex
@@ -483,8 +499,8 @@ class StubEngine:
             raise Invalid(f"1 validation error:\n  {error!r}") from error
         jobs = [
             Job(
-                f"{name}-{uuid.uuid4().hex[:8]}", prompt, limit, salt or "",
-                dict(params) if isinstance(params, dict) else None,
+                f"{name}-{uuid.uuid4().hex[:8]}", prompt, limit, body.get("cache_salt") or "",
+                None if params is None else dict(params),
                 fault.fail_load, fault.load_delay_s, fault.held,
             )
             for prompt, limit in prompts
@@ -562,6 +578,10 @@ class _Ask:
     body: dict[str, Any]
     jobs: list[Job]
     shape: Shape
+
+
+class _NoRank(Invalid):
+    """There is no such rank."""
 
 
 class _Dropped(Exception):

@@ -210,8 +210,9 @@ class Rank:
         params = job.kv_transfer
         if not params or not self._settings.plugin:
             return
-        for request in params.pop("carryback_release", None) or ():
-            self.let_go(request, "asked")
+        asked = params.pop("carryback_release", None)
+        for request in asked if isinstance(asked, list) else ():
+            self.let_go(str(request), "asked")
         if not self._sealer.is_authentic(params):
             if params.get("do_remote_prefill") and params.get("remote_block_ids"):
                 self._declined(params, "unverified")
