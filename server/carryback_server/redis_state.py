@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -38,6 +37,8 @@ logger = logging.getLogger("carryback")
 # After a failure, nobody waits for Redis for so long; then one request tries it.
 RETRY_S = 1.0
 VERSION = 1
+# Conversations seen at the very same time, at most, that a page can end within.
+TIES = 16
 
 # In what Redis says of a value of another type.
 _WRONG_TYPE = ("WRONGTYPE", "not an integer")
@@ -301,40 +302,41 @@ class RedisState:
         cursor = Cursor.decode(after) if after else None
         found: list[tuple[Conversation, Record | None]] = []
         try:
-            async for each in self._newest(index, cursor, limit + 1):
-                found.append(each)
-                if len(found) > limit:  # one more, to know whether there is more
-                    return Page(found[:limit], Cursor.of(found[limit - 1][0]).encode())
+            async with aclosing(self._newest(index, cursor, limit + 1 + TIES)) as newest:
+                async for each in newest:
+                    found.append(each)
+                    if len(found) > limit:  # one more, to know whether there is more
+                        return Page(found[:limit], Cursor.of(found[limit - 1][0]).encode())
         except _Foreign as error:
             await self._forget(error, [index])
         return Page(found)
 
     async def _newest(
         self, index: str, cursor: Cursor | None, step: int
-    ) -> AsyncIterator[tuple[Conversation, Record | None]]:
+    ) -> AsyncGenerator[tuple[Conversation, Record | None], None]:
         """What an index names, from after the cursor on, asked for in steps of so many."""
         score, end = float("inf"), None
         if cursor is not None:
             score = cursor.last_seen
             end = score, _member(cursor.tenant, cursor.id).encode()
-        for start in itertools.count(0, step):
+        while True:
             async with self._client() as client:
-                rows = await client.zrevrangebyscore(
-                    index, score, "-inf", start=start, num=step, withscores=True
-                )
+                rows = await client.zrevrangebyscore(index, score, "-inf", start=0, num=step, withscores=True)
+                further = [(at, member) for member, at in rows if end is None or (at, member) < end]
                 pipe = client.pipeline(transaction=False)
-                for member, at in rows:
-                    if end is None or (at, member) < end:
-                        tenant, _, id = _text(member).partition("\0")
-                        pipe.execute_command("EVAL", _GET, 2, *self._keys(tenant, id))
+                for _, member in further:
+                    tenant, _, id = _text(member).partition("\0")
+                    pipe.execute_command("EVAL", _GET, 2, *self._keys(tenant, id))
                 replies = await pipe.execute(raise_on_error=False)
             for reply in replies:
                 # What is not ours is left out; the next request of that conversation clears it away.
                 with suppress(_Foreign):
                     if not isinstance(reply, Exception) and (seen := _seen(reply)) is not None:
                         yield seen
-            if len(rows) < step:
+            if len(rows) < step or not further:
                 return
+            end = further[-1]
+            score = end[0]
 
     async def delete(self, tenant: str, id: str) -> tuple[bool, Record | None]:
         """See `State.delete`."""

@@ -682,6 +682,25 @@ async def test_a_listing_leaves_out_what_has_expired(own: RedisServer) -> None:
     await shared.stop()
 
 
+async def test_pages_pass_over_what_redis_has_evicted(own: RedisServer) -> None:
+    shared = Replicas(own.url)
+    state = await shared.add()
+    for number in range(100):
+        await state.open("t", f"gone{number}" if 20 <= number < 90 else f"{number:02}")
+        if number == 19:
+            kept = set(own.client.scan_iter("*"))
+        if number == 89:
+            own.client.delete(*(set(own.client.scan_iter("*:conversation")) - kept))
+    seen, after = [], ""
+    while True:
+        page = await state.page("t", 3, after)
+        seen += [each.id for each, _ in page.items]
+        if not (after := page.after):
+            break
+    assert seen == [f"{number:02}" for number in (*range(99, 89, -1), *range(19, -1, -1))]
+    await shared.stop()
+
+
 async def test_a_cluster_of_several_nodes() -> None:
     options = ("--cluster-enabled", "yes", "--cluster-require-full-coverage", "yes")
     with (
