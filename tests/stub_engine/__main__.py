@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import signal
+from pathlib import Path
 
 import uvloop
 
@@ -25,7 +26,7 @@ async def _run(args: argparse.Namespace) -> None:
         engine = StubEngine(
             args.role, host=args.host, port=args.port, events_port=args.events, model=args.model,
             answer_tokens=args.chunks, chunk_interval_s=args.chunk_interval_s, ttft_s=args.ttft_s,
-            capacity=args.capacity, ranks=args.ranks, api_key=args.api_key,
+            capacity=args.capacity, ranks=args.ranks, api_key=args.api_key, journal=args.journal,
         )  # fmt: skip
     await engine.start()
     gc.freeze()
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=1_000_000, help="KV blocks of 16 tokens")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks; not with --fast")
     parser.add_argument("--api-key", default="", help="what clients must send; not with --fast")
+    parser.add_argument("--journal", type=Path, help="what it saw of records and violations; not with --fast")
     parser.add_argument("--fast", action="store_true", help="the same wire, next to no work: benchmarks")
     uvloop.run(_run(parser.parse_args()))
 

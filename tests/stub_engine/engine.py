@@ -8,6 +8,7 @@ import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import zmq
@@ -94,6 +95,7 @@ class StubEngine:
         api_key: what clients must send as a bearer token; empty: nothing.
         key: the secret of the seals; `CARRYBACK_KEY` unless given.
         settings: of the plug-in.
+        journal: a file for violations and offered records, which outlives a process that is killed.
 
     Attributes:
         id: of this start, for transfers; with several ranks, of none of them.
@@ -121,6 +123,7 @@ class StubEngine:
         api_key: str = "",
         key: str | None = None,
         settings: Settings = Settings(),  # noqa: B008 -- frozen
+        journal: Path | None = None,
     ) -> None:
         self.role = role
         self.model = model
@@ -140,7 +143,7 @@ class StubEngine:
         self._port, self._events_port, self._side_port = port, events_port, 0
         self._rank_count = ranks
         self._sealer = Sealer((os.environ.get(KEY_VARIABLE) or DEFAULT_KEY if key is None else key).encode())
-        self._log = Log()
+        self._log = Log(journal)
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_up = False
 
@@ -285,7 +288,7 @@ class StubEngine:
         def ended(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
-                self.violations.append(f"the stub engine itself failed: {error!r}")
+                self._log.violation(f"the stub engine itself failed: {error!r}")
                 connection.drop()
 
         task = asyncio.create_task(self._serve(request, connection))
@@ -398,7 +401,7 @@ class StubEngine:
             elif path not in SHAPES:
                 self._count(path, body, connection)
             elif (model := body.get("model")) and model != self.model:
-                self._rank_for(received).reject(received.params, "rejected")
+                self._rank_for(received).reject(dict(received.params), "rejected")
                 message = f"The model `{model}` does not exist."
                 _refuse(connection, path, 404, message, "NotFoundError", "model")
             elif path == RESPONSES and (previous := body.get("previous_response_id")):
@@ -410,7 +413,7 @@ class StubEngine:
                 await self._generate(rank, ask, path, connection, fault)
         except Invalid as error:
             if path in SHAPES and not isinstance(error, _NoRank):
-                self._rank_for(received).reject(received.params, "rejected")
+                self._rank_for(received).reject(dict(received.params), "rejected")
             _refuse(connection, path, 400, str(error), error.kind, error.param)
 
     def _count(self, path: str, body: Mapping[str, Any], connection: Connection) -> None:
@@ -634,4 +637,4 @@ def _refuse(
     error = error_object(status, message, kind, param)
     if path.startswith(MESSAGES):
         error = {"type": "error", "error": {"type": kind, "message": message}}
-    connection.respond(status, dump(error).encode())
+    connection.respond(status, dump(error).encode(errors="replace"))

@@ -83,7 +83,7 @@ def block_hashes(tokens: Sequence[int], salt: str = "") -> list[bytes]:
     """The hashes of the full blocks, each a chain over all tokens before it, as vLLM's; the first one is
     salted."""
     hashes: list[bytes] = []
-    parent = salt.encode()
+    parent = salt.encode(errors="surrogatepass")
     for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
         parent = sha256(parent + repr(tokens[start : start + BLOCK_SIZE]).encode()).digest()
         hashes.append(parent)

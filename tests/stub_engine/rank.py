@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -57,12 +58,29 @@ class Log:
     """What is remembered over restarts.
 
     Attributes:
+        journal: a file to which all of it is written too, a line each, since a process may be killed.
         violations: what a correct router never causes.
         offered: the records that were offered, by their holders and requests there, in order.
     """
 
+    journal: Path | None = None
     violations: list[str] = field(default_factory=list)
     offered: list[str] = field(default_factory=list)
+
+    def violation(self, text: str) -> None:
+        """A correct router would not have caused this."""
+        self.violations.append(text)
+        self._write(f"violation {text}")
+
+    def offer(self, record: str) -> None:
+        """A record was offered."""
+        self.offered.append(record)
+        self._write(f"offered {record}")
+
+    def _write(self, line: str) -> None:
+        if self.journal is not None:
+            with self.journal.open("a") as file:
+                file.write(f"{line}\n")
 
 
 @dataclass
@@ -171,7 +189,7 @@ class Rank:
         known = await self._load(job)
         kv = compute_kv(job.prompt.tokens, known)
         if kv != compute_kv(job.prompt.tokens):
-            self._log.violations.append(f"{job.name} read KV that is not its prompt's")
+            self._log.violation(f"{job.name} read KV that is not its prompt's")
         self._fill(job, kv)
         return [self.pool.kv[block] for block in job.blocks[: len(kv)]]
 
@@ -225,12 +243,12 @@ class Rank:
         is_first = record not in self._spent
         self._spent.add(record)
         if not params.pop("carryback_withdraw", False):
-            self._log.offered.append(record)
+            self._log.offer(record)
             if is_first:
                 job.reads = record
                 self._readers[record] = job
             else:
-                self._log.violations.append(f"record {record} was offered again, with {job.name}")
+                self._log.violation(f"record {record} was offered again, with {job.name}")
                 self._forget_remote(job, "spent")
             return
         reader = self._readers.get(record)
@@ -335,7 +353,7 @@ class Rank:
         """Another engine reads what is held for a request; then it is held no more. What is not held is
         served all the same, as by real hardware."""
         if blocks and request not in self._pins:
-            self._log.violations.append(f"{request} was read and is not held")
+            self._log.violation(f"{request} was read and is not held")
         contents = [self.pool.kv[block] for block in blocks]
         self.let_go(request, "read")
         return contents
