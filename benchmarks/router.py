@@ -72,6 +72,14 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """CPU seconds of a round: of the router, and of all else but the engines."""
+
+    router_s: float
+    others_s: float
+
+
+@dataclass(frozen=True)
 class Round:
     """What one system did in one round; the tables show the median over the rounds.
 
@@ -81,6 +89,7 @@ class Round:
         cpu_s: CPU seconds of the router, with all its threads and children, for 1,000 requests.
         rss_mib: the peaks of its processes so far, added up.
         client_busy: the share of one core that the load generator needed; near 1, it is what was measured.
+        others_busy: cores that were busy with anything else on this machine.
     """
 
     requests_s: float
@@ -92,10 +101,11 @@ class Round:
     cpu_s: float | None
     rss_mib: float | None
     client_busy: float
+    others_busy: float
 
     @classmethod
-    def of(cls, system: System, seen: Seen, cpu_s: float, direct: Seen | None) -> Round:
-        """The figures of what the client saw."""
+    def of(cls, system: System, seen: Seen, cost: Cost, direct: Seen | None) -> Round:
+        """The figures of what the client saw, and what it cost."""
         p50, p99 = percentiles_ms(seen)
         floor = percentiles_ms(direct) if direct and system.name != "direct" else None
         return cls(
@@ -105,9 +115,10 @@ class Round:
             ttft_p99_ms=p99,
             added_p50_ms=p50 - floor[0] if floor else None,
             added_p99_ms=p99 - floor[1] if floor else None,
-            cpu_s=1000 * cpu_s / seen.requests if system.process else None,
+            cpu_s=1000 * cost.router_s / seen.requests if system.process else None,
             rss_mib=system.peak_rss_mib() if system.process else None,
             client_busy=seen.cpu_s / seen.seconds,
+            others_busy=max(0.0, cost.others_s - seen.cpu_s) / seen.seconds,
         )
 
 
@@ -148,9 +159,9 @@ def measure(case: Case, args: argparse.Namespace, profile: Path | None) -> Resul
         for number in range(args.rounds):
             # Nobody follows the same one in every round.
             first = number % len(systems)
-            seen: dict[str, tuple[Seen, float]] = {}
+            seen: dict[str, tuple[Seen, Cost]] = {}
             for system in systems[first:] + systems[:first]:
-                seen[system.name] = drive(case.load(system, events, args), system)
+                seen[system.name] = drive(case.load(system, events, args), system, bench)
                 events = events or seen[system.name][0].events
             direct = seen["direct"][0] if "direct" in seen else None
             for system in systems:
@@ -160,12 +171,12 @@ def measure(case: Case, args: argparse.Namespace, profile: Path | None) -> Resul
         # After the rounds: sampling costs something itself.
         for system in systems:
             if profile and system.name == "carryback":
-                record_profile(profile, case.load(system, events, args), system)
+                record_profile(profile, case.load(system, events, args), system, bench)
     return results
 
 
-def drive(load: Load, system: System) -> tuple[Seen, float]:
-    """Send a load; what the client saw, and the router's CPU seconds.
+def drive(load: Load, system: System, bench: Bench) -> tuple[Seen, Cost]:
+    """Send a load; what the client saw, and what it cost.
 
     Raises:
         SystemExit: an answer was not complete; the client has printed why.
@@ -179,18 +190,19 @@ def drive(load: Load, system: System) -> tuple[Seen, float]:
             client.stdin.write(msgspec.json.encode(load) + b"\n")
             client.stdin.flush()
             client.stdout.readline()
-            before = system.cpu_s()
+            router_s, others_s = system.cpu_s(), bench.others_cpu_s(system)
             client.stdin.write(b"go\n")
             client.stdin.flush()
             if answer := client.stdout.readline():
-                return msgspec.json.decode(answer, type=Seen), system.cpu_s() - before
+                cost = Cost(system.cpu_s() - router_s, bench.others_cpu_s(system) - others_s)
+                return msgspec.json.decode(answer, type=Seen), cost
         raise SystemExit(f"{system.name} failed under load\n{system.last_words()}")
     finally:
         client.kill()
         client.wait()
 
 
-def record_profile(file: Path, load: Load, system: System) -> None:
+def record_profile(file: Path, load: Load, system: System, bench: Bench) -> None:
     """A py-spy profile of one more round, without the frames of C code; the file's name says the format."""
     assert system.process is not None
     form = {".svg": "flamegraph", ".json": "speedscope"}.get(file.suffix, "raw")
@@ -202,7 +214,7 @@ def record_profile(file: Path, load: Load, system: System) -> None:
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        drive(load, system)
+        drive(load, system, bench)
     finally:
         spy.send_signal(signal.SIGINT)  # it writes the file
         spy.wait()
@@ -220,8 +232,8 @@ def percentiles_ms(seen: Seen) -> tuple[float, float]:
 OTHERS = ("baseline", "vllm-router")
 RATIOS = ("requests_s", "chunks_s", "added_p50_ms", "added_p99_ms", "cpu_s", "rss_mib")
 HEAD = """
-| | requests/s | chunks/s | TTFT p50 ms | p99 | added p50 ms | p99 | CPU s / 1,000 requests | lowest-highest | RSS MiB | client busy |
-|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|
+| | requests/s | chunks/s | TTFT p50 ms | p99 | added p50 ms | p99 | CPU s / 1,000 requests | lowest-highest | RSS MiB | client busy | others busy |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|
 """
 
 
@@ -259,11 +271,12 @@ def table(case: Case, results: Results) -> str:
             f"{min(cpu):.2f}-{max(cpu):.2f}" if cpu else "",
             cell(each.median("rss_mib"), ",.0f"),
             cell(each.median("client_busy"), ".0%"),
+            cell(each.median("others_busy"), ".0%"),
         )
     for other in OTHERS:
         if found := ratios(results, other):
             values = [cell(found[name], ".2f") for name in RATIOS]
-            text += row(f"carryback / {other}", *values[:2], "", "", *values[2:5], "", values[5], "")
+            text += row(f"carryback / {other}", *values[:2], "", "", *values[2:5], "", values[5], "", "")
     return text
 
 

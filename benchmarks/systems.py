@@ -87,6 +87,7 @@ class Bench:
         self._logs = logs
         self._carryback_args = carryback_args
         self._stack = ExitStack()
+        self._stubs: list[System] = []
 
     def __enter__(self) -> Bench:
         return self
@@ -105,7 +106,9 @@ class Bench:
                 "--events", str(events), "--chunks", str(chunks), "--chunk-interval-s", str(pace_ms / 1000),
             ]  # fmt: skip
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-            where += [self._start(role, command, port, "/health", env).url, f"tcp://127.0.0.1:{events}"]
+            stub = self._start(role, command, port, "/health", env)
+            self._stubs.append(stub)
+            where += [stub.url, f"tcp://127.0.0.1:{events}"]
         self._engines = Engines(*where)
 
     def start(self, name: str) -> System:
@@ -121,6 +124,14 @@ class Bench:
         if name == "carryback":
             command += self._carryback_args
         return self._start(name, command, port, path)
+
+    def others_cpu_s(self, system: System) -> float:
+        """CPU seconds of everything on this machine but this system and the engines."""
+        all_of_it = psutil.cpu_times()
+        busy: float = (
+            sum(all_of_it) - all_of_it.idle - all_of_it.iowait - all_of_it.guest - all_of_it.guest_nice
+        )
+        return busy - system.cpu_s() - sum(stub.cpu_s() for stub in self._stubs)
 
     def _start(
         self, name: str, command: list[str], port: int, path: str, env: dict[str, str] | None = None
