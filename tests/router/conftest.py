@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 
 import pytest
 from cluster import Cluster
+from service import Service
 
 
 @pytest.fixture
@@ -17,3 +18,28 @@ async def cluster() -> AsyncIterator[Cluster]:
         await cluster.start()
         yield cluster
         await cluster.close()
+
+
+Serve = Callable[..., Awaitable[Service]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Starts a `Service`, with its arguments.
+
+    When the test is over, nothing may have been done that a correct router never does, and once the router
+    has stopped, nothing may be held by any engine that is still up.
+    """
+    services: list[Service] = []
+    async with AsyncExitStack() as stack:
+
+        async def start(*args: int, **options: object) -> Service:
+            service = await stack.enter_async_context(Service(*args, **options))  # type: ignore[arg-type]
+            services.append(service)
+            return service
+
+        yield start
+        for service in services:
+            await service.stop_router()
+            await service.unpinned()
+            service.check()
