@@ -106,11 +106,11 @@ class Reply:
             BrokeOff: it did not come to its end.
             TimeoutError: nothing came, or nothing was taken, for too long.
         """
+        self._connection.resume()  # first: the sink may pause it
         if waiting := self._take():
             sink(waiting)
         if not self._is_left:
             self._sink = sink
-        self._connection.resume()
         self._last_piece = time.monotonic()
         while not (self.is_complete or self._is_left):
             left = self._last_piece + idle_timeout_s - time.monotonic()
@@ -203,6 +203,7 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._reply: Reply | None = None
         self._framed = False
+        self._is_interim = False
         self.is_open = False
         self.is_paused = False
         self.idle_since = 0.0
@@ -272,6 +273,10 @@ class _Connection(asyncio.Protocol):
 
     # -- httptools
 
+    def on_message_begin(self) -> None:
+        if self._reply is None:
+            raise BrokeOff("an answer that nobody asked for")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._reply is not None:
             lower = name.decode("latin-1").lower()
@@ -281,8 +286,13 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         if self._reply is None:
-            raise BrokeOff("an answer that nobody asked for")
-        self._reply.status = self._parser.get_status_code()
+            return
+        status = self._parser.get_status_code()
+        self._is_interim = status < 200  # the answer is yet to come
+        if self._is_interim:
+            self._reply.headers.clear()
+            return
+        self._reply.status = status
         if not self._reply.headed.done():
             self._reply.headed.set_result(None)
 
@@ -291,6 +301,8 @@ class _Connection(asyncio.Protocol):
             self._reply.body(body)
 
     def on_message_complete(self) -> None:
+        if self._is_interim:
+            return
         reply, self._reply = self._reply, None
         if reply is None:
             return
