@@ -218,12 +218,12 @@ class RouterConfig(BaseModel, extra="forbid"):
     "Of all answers of the Responses API that are kept in memory for `previous_response_id`."
     response_ttl_s: float = Field(3600.0, gt=0)
     "How long such an answer is kept."
-    response_max_bytes: int = Field(4 * 1024 * 1024, gt=0)
+    max_response_bytes: int = Field(4 * 1024 * 1024, gt=0)
     "Of a response and all before it; a longer one cannot be continued by its id."
     identity_capacity: int = Field(100_000, gt=0)
     "Message histories remembered to recognise conversations of clients that send no id."
 
-    log_format: Literal["json", "text", "off"] = "text"
+    log_format: Literal["json", "text", "off"] = "json"
     "Of the log on standard error; `off`: no line for each request, and the others as text."
     otlp_endpoint: str | None = None
     "Base URL of an OpenTelemetry collector (OTLP over HTTP), e.g. http://127.0.0.1:4318; no traces without one."

@@ -131,6 +131,11 @@ class Endpoint:
     def _prefill_changes(self, body: Body) -> dict[str, Any]:
         return {}
 
+    def changes_tools(self, body: Body) -> bool:
+        """Whether the prefill hop asks for another choice of tools than the client: one that an engine may
+        refuse, though it would serve the client's."""
+        return "tool_choice" in self._prefill_changes(body)
+
     def for_decode(self, body: Body, params: Mapping[str, Any]) -> bytes:
         """The decode hop's body: the client's, with these `kv_transfer_params`."""
         return body.encode({"kv_transfer_params": params})
@@ -153,6 +158,8 @@ class Endpoint:
 
     def stream_error(self, head: bytes) -> bytes | None:
         """The error, as this endpoint's error object (JSON), of a stream that begins with one."""
+        if b"error" not in head and b"failed" not in head:
+            return None
         for name, data in _events(head):
             if (error := self._error(name, data)) is not None:
                 return error

@@ -117,6 +117,35 @@ class Visit:
             self._engine.ejection.succeeded()
 
 
+class Within:
+    """An exchange with an engine, from `Engine.within`, as an asynchronous context."""
+
+    def __init__(self, engine: Engine, timeout_s: float) -> None:
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._timeout = asyncio.timeout(timeout_s)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, traceback)
+        except TimeoutError as late:
+            message = f"no answer within {self._timeout_s:g} s"
+            raise EngineDown(self._engine, message, is_timeout=True) from late
+        if isinstance(error, ConnectFailed):
+            self._engine.mark_down(error)
+            raise EngineDown(self._engine, str(error), is_over=True) from error
+        if isinstance(error, UpstreamError):
+            raise EngineDown(self._engine, str(error)) from error
+
+
 class Engine:
     """One vLLM engine, or one rank of a data-parallel one.
 
@@ -237,34 +266,26 @@ class Engine:
             )  # fmt: skip
 
     async def post(
-        self,
-        path: str,
-        body: bytes,
-        *,
-        request_id: str,
-        timeout_s: float,
-        headers: Mapping[str, str] = {},
+        self, path: str, body: bytes, *, request_id: str, headers: Mapping[str, str] = {}
     ) -> Reply:
-        """Send a request; return when the answer's status and headers are there.
+        """Send a request; return when the answer's status and headers are there. To be called `within`.
 
         Args:
-            timeout_s: for that, in seconds.
             headers: besides those that every request has.
 
         Raises:
-            EngineDown: no connection, broken off, or too late.
+            UpstreamError: no connection, or broken off.
         """
         own = {"Content-Type": "application/json", "X-Request-Id": request_id}
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._upstream.request("POST", path, body, {**own, **headers})
-        except ConnectFailed as error:
-            self.mark_down(error)
-            raise EngineDown(self, str(error), is_over=True) from error
-        except UpstreamError as error:
-            raise EngineDown(self, str(error)) from error
-        except TimeoutError as error:
-            raise EngineDown(self, f"no answer within {timeout_s:g} s", is_timeout=True) from error
+        return await self._upstream.request("POST", path, body, {**own, **headers} if headers else own)
+
+    def within(self, timeout_s: float) -> Within:
+        """A context for an exchange with the engine: what goes wrong in it is raised as `EngineDown`.
+
+        Args:
+            timeout_s: for all of it, in seconds.
+        """
+        return Within(self, timeout_s)
 
     async def get(self, path: str) -> tuple[int, str, bytes]:
         """A small GET: status, content type, body.

@@ -7,6 +7,7 @@ import base64
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,8 @@ EVENT_LOST_S = 60.0
 STORE_WAIT_S = 0.25
 # How often a prefill engine that broke off is asked for its record, a probe's interval apart.
 PROBES_AFTER_FAILURE = 10
+# How long the router's stop waits for engines to let go.
+STOP_S = 5.0
 # Releases at one engine within so long are sent together.
 _RELEASE_DELAY_S = 0.01
 
@@ -102,11 +105,13 @@ class Holding:
             except TimeoutError:
                 if self._late.get(name) is flight:
                     del self._late[name]  # wait for it once
+                # What comes later is older than what this request will leave, and must not replace it.
+                flight.conversation = None
                 self._metrics.held_missing.inc()
                 conversation.why_none = "event_missing"
                 return None
         try:
-            record = await self._state.take(conversation)
+            record = await self._taken(conversation)
         except StateDown:
             conversation.why_none = "state_unavailable"
             return None
@@ -114,6 +119,22 @@ class Holding:
             self.pins.remove(record.key)
             self._metrics.records_taken.inc()
         return record
+
+    async def _taken(self, conversation: Conversation) -> Record | None:
+        if not self._is_shared:
+            return await self._state.take(conversation)
+        taking = asyncio.create_task(self._state.take(conversation))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            self.spawn(self._give_back(taking))
+            raise
+
+    async def _give_back(self, taking: asyncio.Task[Record | None]) -> None:
+        """The client left while its record was being taken: nobody will read it."""
+        with suppress(StateDown):
+            if (record := await taking) is not None:
+                self.drop(record)
 
     # -- decode
 
@@ -196,7 +217,8 @@ class Holding:
                 time.time() + event.hold_s, event.record, event.digests,
             )  # fmt: skip
             try:
-                older = await self._state.put(conversation, record, event.hold_s)
+                # It stays for longer than its pin: whoever gives that up has to find it, to have it released.
+                older = await self._state.put(conversation, record, event.hold_s + EXPIRY_MARGIN_S)
             except Gone:
                 self._metrics.records_lost.labels("deleted").inc()
                 self.pins.remove(event.key)
@@ -204,8 +226,9 @@ class Holding:
                 return
             except StateDown as error:
                 self._metrics.records_lost.labels("state_unavailable").inc()
-                self.pins.remove(event.key)
+                # It may be there all the same: then it is taken out again when the pin's time is over.
                 if not error.maybe_done:
+                    self.pins.remove(event.key)
                     self.release(engine, event.request)
                 return
             self._metrics.records_put.inc()
@@ -315,9 +338,12 @@ class Holding:
                 task.cancel()
         if not self._is_shared:
             self.pins.give_up_all()
-        async with asyncio.timeout(5):
-            while self._background or self._to_release:
-                await asyncio.sleep(_RELEASE_DELAY_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                while self._background or self._to_release:  # noqa: ASYNC110
+                    await asyncio.sleep(_RELEASE_DELAY_S)
+        for task in self._background:
+            task.cancel()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Run something in the background."""

@@ -35,7 +35,6 @@ from carryback_server.relay import Answer, Relay, begin
 from carryback_server.state import Conversation, Record, StateDown, make_state
 from carryback_server.tenants import Tenant, Tenants
 from carryback_server.tracing import Trace, make_tracer
-from carryback_server.upstream import UpstreamError
 
 logger = logging.getLogger("carryback")
 
@@ -130,7 +129,7 @@ class Pipeline:
         self.state = make_state(
             config, on_evicted=lambda record: self.holding.drop(record), on_message=on_message
         )
-        self._chains = Chains(self.state, ttl_s=config.response_ttl_s, max_bytes=config.response_max_bytes)
+        self._chains = Chains(self.state, ttl_s=config.response_ttl_s, max_bytes=config.max_response_bytes)
         self.holding = Holding(config, self.state, metrics, lambda name: self.pool.find(name))
         self.pool = Pool(
             config,
@@ -264,10 +263,10 @@ class Pipeline:
                 raise ApiError(503, "no engine is up", code="no_engine")
             timeout_s = self._config.prefill_timeout_s
             try:
-                async with asyncio.timeout(timeout_s):
-                    reply = await engine.post(request.path, data, request_id=self._key(), timeout_s=timeout_s)
+                async with engine.within(timeout_s):
+                    reply = await engine.post(request.path, data, request_id=self._key())
                     content = await reply.read()
-            except (EngineDown, UpstreamError, TimeoutError) as error:
+            except EngineDown as error:
                 raise ApiError(502, "the engine did not answer", code="engine_failed") from error
         return web.Response(status=reply.status, body=content, headers={"Content-Type": reply.content_type})
 
@@ -286,7 +285,8 @@ class Pipeline:
         body = Body(await self._read(request))
         if (salt := tenant.salt(body.get("cache_salt"))) is not None:
             body.put("cache_salt", salt)
-        tenant.check_media(body.raw("input" if isinstance(endpoint, Responses) else "messages") or b"")
+        if not tenant.is_alone:
+            tenant.check_media(body.raw("input" if isinstance(endpoint, Responses) else "messages") or b"")
         entry.bytes_in = body.size
         model = body.get("model")
         tenant.check_model(model)
@@ -325,6 +325,8 @@ class Pipeline:
 
     async def _read(self, request: web.Request) -> bytes:
         try:
+            if request.content.is_eof():  # all there: no need for a timer
+                return await request.read()
             async with asyncio.timeout(self._config.body_timeout_s):
                 return await request.read()
         except web.HTTPRequestEntityTooLarge as error:
@@ -425,7 +427,10 @@ class Pipeline:
                 return prefilled
             except Refused:
                 is_over = True
-                raise
+                if not trip.endpoint.changes_tools(trip.body):
+                    raise
+                # Without a tool parser, an engine takes no free choice of tools. The decode engine knows.
+                return Prefilled(Reuse("miss", 0, "prefill_refused"))
             except EngineDown as error:
                 logger.warning("prefill: %s", error)
                 self._metrics.retries.labels("prefill", "timeout" if error.is_timeout else "down").inc()
@@ -468,15 +473,9 @@ class Pipeline:
         tokens = max(self._estimate.tokens(trip.body.size) - expected, 1)
         with engine.busy(tokens):
             try:
-                async with asyncio.timeout(timeout_s):
-                    reply = await engine.post(
-                        path, data, request_id=key, timeout_s=timeout_s, headers=headers
-                    )
+                async with engine.within(timeout_s):
+                    reply = await engine.post(path, data, request_id=key, headers=headers)
                     content = await reply.read()
-            except TimeoutError as error:
-                raise EngineDown(engine, f"no answer within {timeout_s:g} s", is_timeout=True) from error
-            except UpstreamError as error:
-                raise EngineDown(engine, str(error)) from error
             finally:
                 trip.entry.prefill_s += time.monotonic() - sent
             if reply.status >= 500:
@@ -561,9 +560,9 @@ class Pipeline:
         trip.entry.decode_engine = engine.name
         sent = time.monotonic()
         try:
-            reply = await engine.post(path, data, request_id=key, timeout_s=timeout_s, headers=headers)
-            left = max(timeout_s - (time.monotonic() - sent), 0.001)
-            return await begin(engine, reply, trip.endpoint, left)
+            async with engine.within(timeout_s):
+                reply = await engine.post(path, data, request_id=key, headers=headers)
+                return await begin(reply, trip.endpoint)
         finally:
             trip.entry.decode_wait_s += time.monotonic() - sent
 

@@ -11,7 +11,6 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 import zmq
-import zmq.asyncio
 from carryback.wire import curve, events
 
 from carryback_server.config import EngineConfig, RouterConfig
@@ -23,6 +22,7 @@ logger = logging.getLogger("carryback")
 # Probes of an engine that is up and not heard, until that is logged.
 PROBES_UNHEARD = 3
 # Probes for which nothing is left to be done for an engine, until it is forgotten: an event may be on its way.
+EVENTS_AT_ONCE = 200
 PROBES_DONE = 2
 
 
@@ -82,7 +82,7 @@ class Pool:
 
     async def start(self) -> None:
         """Connect, probe each engine once, and wait a moment for those that are up to be heard."""
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         await self.apply(self._configured)
         self._resolver = asyncio.create_task(self._resolve_again())
         with suppress(TimeoutError):
@@ -210,24 +210,60 @@ class Pool:
             subscriber.subscribe(self._router_id.encode())
             subscriber.subscribe(events.HELLO_TOPIC)
             subscriber.connect(engine.site.events)
-            complaint = ""
-            while True:
-                frames = await subscriber.recv_multipart()
-                try:
-                    event = events.decode(frames[-1])
-                except ValueError as error:
-                    if str(error) != complaint:
-                        complaint = str(error)
-                        logger.error("%s engine %s: %s", engine.role, engine.name, complaint)
-                    continue
-                try:
-                    if engine.hear(event):
-                        self._on_lost(engine, event.engine)
-                    if not isinstance(event, events.Hello):
-                        self._on_event(engine, event)
-                except Exception:
-                    # One event that goes wrong must not make us deaf for the others.
-                    logger.exception("%s engine %s: an event was not handled", engine.role, engine.name)
+            heard = _Hearing(self, engine, subscriber)
+            loop = asyncio.get_running_loop()
+            descriptor: int = subscriber.FD
+            loop.add_reader(descriptor, heard.read)
+            try:
+                heard.read()
+                await asyncio.Event().wait()
+            finally:
+                loop.remove_reader(descriptor)
+
+    def take(self, engine: Engine, event: events.Event) -> None:
+        """An event of an engine has come."""
+        if engine.hear(event):
+            self._on_lost(engine, event.engine)
+        if not isinstance(event, events.Hello):
+            self._on_event(engine, event)
+
+
+class _Hearing:
+    """Reads one engine's events, without a task that waits for each."""
+
+    def __init__(self, pool: Pool, engine: Engine, subscriber: zmq.Socket[bytes]) -> None:
+        self._pool = pool
+        self._engine = engine
+        self._subscriber = subscriber
+        self._complaint = ""
+
+    def read(self) -> None:
+        """Take all that has come. The descriptor tells of no more until nothing is left."""
+        try:
+            for _ in range(EVENTS_AT_ONCE):
+                self._take(self._subscriber.recv_multipart(zmq.NOBLOCK)[-1])
+        except zmq.Again:
+            return
+        asyncio.get_running_loop().call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if not self._subscriber.closed:
+            self.read()
+
+    def _take(self, payload: bytes) -> None:
+        engine = self._engine
+        try:
+            event = events.decode(payload)
+        except ValueError as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                logger.error("%s engine %s: %s", engine.role, engine.name, self._complaint)
+            return
+        try:
+            self._pool.take(engine, event)
+        except Exception:
+            # One event that goes wrong must not make us deaf for the others.
+            logger.exception("%s engine %s: an event was not handled", engine.role, engine.name)
 
 
 def _site(config: EngineConfig, host: str | None, rank: int | None) -> Site:

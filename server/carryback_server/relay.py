@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from carryback_server.endpoints import Endpoint
-from carryback_server.engines import Engine, EngineDown
 from carryback_server.errors import ApiError
-from carryback_server.upstream import Reply, UpstreamError
+from carryback_server.upstream import BrokeOff, IdleTimeout, Reply, UpstreamError
 
 # Of a stream that the client is slow to take; then the engine's is not read on.
 MAX_UNSENT_BYTES = 2**18
@@ -44,35 +43,31 @@ class Answer:
         return self.status >= 500 or self.error is not None
 
 
-async def begin(engine: Engine, reply: Reply, endpoint: Endpoint, timeout_s: float) -> Answer:
+async def begin(reply: Reply, endpoint: Endpoint) -> Answer:
     """Wait for an answer's first bytes.
 
     A stream's status says nothing: vLLM sends it before it knows whether the request will work.
 
-    Args:
-        timeout_s: until the first bytes, in seconds.
-
     Raises:
-        EngineDown: broken off, or too late.
+        UpstreamError: it was broken off.
     """
     try:
-        async with asyncio.timeout(timeout_s):
-            if not reply.content_type.startswith("text/event-stream"):
-                return Answer(reply.status, reply.content_type, await reply.read(), False, reply)
-            first = await reply.read_some()
-            while endpoint.is_preliminary(first) and (more := await reply.read_some()):
-                first += more
-    except TimeoutError as error:
-        reply.close()
-        raise EngineDown(engine, f"no first byte within {timeout_s:g} s", is_timeout=True) from error
-    except UpstreamError as error:
-        raise EngineDown(engine, str(error)) from error
+        if not reply.content_type.startswith("text/event-stream"):
+            return Answer(reply.status, reply.content_type, await reply.read(), False, reply)
+        first = await reply.read_some()
+        while endpoint.is_preliminary(first) and (more := await reply.read_some()):
+            first += more
     except BaseException:
         reply.close()
         raise
     if not first:
-        raise EngineDown(engine, "an empty answer")
+        raise BrokeOff("an empty answer")
     return Answer(reply.status, reply.content_type, first, True, reply, endpoint.stream_error(first))
+
+
+class _Stream(web.StreamResponse):
+    # As `web.Response` has it: the headers go out with the first piece.
+    _send_headers_immediately = False
 
 
 class Relay:
@@ -120,7 +115,7 @@ class Relay:
             return web.Response(status=answer.status, body=answer.first, headers=headers)
         headers["Cache-Control"] = "no-cache"
         headers["X-Accel-Buffering"] = "no"
-        response = web.StreamResponse(status=answer.status, headers=headers)
+        response = _Stream(status=answer.status, headers=headers)
         await response.prepare(self._request)
         try:
             await self._stream(response, answer)
@@ -139,21 +134,20 @@ class Relay:
             self.bytes_out = len(answer.first)
         try:
             await answer.reply.pipe(self._piece, self._idle_timeout_s)
-        except (UpstreamError, TimeoutError) as error:
+        except UpstreamError as error:
             if not self._has_ended:
-                late = isinstance(error, TimeoutError)
+                late = isinstance(error, IdleTimeout)
                 message = "sent nothing for too long (idle_timeout_s)" if late else "broke off"
                 problem = ApiError(
                     502, f"the decode engine {message}; the answer is not complete", code="engine_lost"
                 )
                 self.error_code = problem.code
                 await response.write(self._endpoint.error_event(problem, self._watch.tail))
-        if self._last:
+        last = b"".join(self._last)
+        if last:
             await self._before_end(self._watch.tail)
-            last = b"".join(self._last)
             self.bytes_out += len(last)
-            await response.write(last)
-        await response.write_eof()
+        await response.write_eof(last)
         await answer.reply.finish(_FRAMING_S)
 
     def _piece(self, piece: bytes) -> None:

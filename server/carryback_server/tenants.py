@@ -99,6 +99,7 @@ class Tenant:
         requests_per_minute: of all routers that share a Redis, else of this one; None: any number.
         pin_share: 0 to 1, the share of the pin budget that its held KV may take.
         in_flight: its requests at this router now.
+        is_alone: there are no tenants but this one.
     """
 
     def __init__(self, name: str, rate: _Rate, *, is_alone: bool = False) -> None:
@@ -109,7 +110,7 @@ class Tenant:
         self.pin_share = 1.0
         self.in_flight = 0
         self._rate = rate
-        self._is_alone = is_alone
+        self.is_alone = is_alone
         self._salt = _salt(name, None)
 
     def __repr__(self) -> str:
@@ -203,7 +204,7 @@ class Tenant:
             raise ApiError(
                 400, "cache_salt must be a string that is not empty", code="invalid_field", param="cache_salt"
             )
-        if self._is_alone:
+        if self.is_alone:
             return client_salt
         return self._salt if client_salt is None else _salt(self.name, client_salt)
 
@@ -220,7 +221,7 @@ class Tenant:
             ApiError: 400, there is one, and there are other tenants; or no JSON.
         """
         # The letters of `uuid` have no other spelling in JSON than these two.
-        if self._is_alone or (b'"uuid"' not in messages and b"\\u00" not in messages):
+        if self.is_alone or (b'"uuid"' not in messages and b"\\u00" not in messages):
             return
         try:
             decoded = msgspec.json.decode(messages)

@@ -41,6 +41,10 @@ class BrokeOff(UpstreamError):
     """The connection ended before the answer did, or what came is not HTTP."""
 
 
+class IdleTimeout(UpstreamError):
+    """Nothing came of an answer for too long."""
+
+
 class Reply:
     """An engine's answer, from its headers on.
 
@@ -104,7 +108,7 @@ class Reply:
 
         Raises:
             BrokeOff: it did not come to its end.
-            TimeoutError: nothing came, or nothing was taken, for too long.
+            IdleTimeout: nothing came, or nothing was taken, for too long.
         """
         self._connection.resume()  # first: the sink may pause it
         if waiting := self._take():
@@ -112,12 +116,13 @@ class Reply:
         if not self._is_left:
             self._sink = sink
         self._last_piece = time.monotonic()
-        while not (self.is_complete or self._is_left):
-            left = self._last_piece + idle_timeout_s - time.monotonic()
-            if left <= 0:
-                self.close()
-                raise TimeoutError
-            await self._wait(left)
+        self._idle_timeout_s = idle_timeout_s
+        self._idle_timer = asyncio.get_running_loop().call_later(idle_timeout_s, self._check_idle)
+        try:
+            while not (self.is_complete or self._is_left):
+                await self._wait()
+        finally:
+            self._idle_timer.cancel()
 
     def leave(self) -> None:
         """Take no more pieces: `pipe()` returns, and what may still come is left aside."""
@@ -146,10 +151,20 @@ class Reply:
         if not self.is_complete:
             self._connection.abort()
 
+    def _check_idle(self) -> None:
+        # One timer for all pieces: it is cheaper to look when the last one came than to set it again.
+        left = self._last_piece + self._idle_timeout_s - time.monotonic()
+        if left > 0:
+            self._idle_timer = asyncio.get_running_loop().call_later(left, self._check_idle)
+        elif not self.is_complete:
+            self._error = IdleTimeout("nothing came for too long")
+            self._wake()
+            self._connection.abort()
+
     # -- called by the connection
 
     def body(self, piece: bytes) -> None:
-        """A piece of the body came."""
+        """Some of the body came."""
         self._last_piece = time.monotonic()
         if self._sink is not None:
             self._sink(piece)
@@ -162,7 +177,7 @@ class Reply:
     def end(self, error: UpstreamError | None = None) -> None:
         """The body is complete, or will never be."""
         self.is_complete = error is None
-        self._error = error
+        self._error = self._error or error
         self._wake()
 
     def _keep(self, piece: bytes) -> None:
@@ -175,15 +190,12 @@ class Reply:
         self._waiting = 0
         return taken
 
-    async def _wait(self, timeout_s: float | None = None) -> None:
+    async def _wait(self) -> None:
         if self._error is not None:
             raise self._error
         self._waiter = asyncio.get_running_loop().create_future()
         try:
-            if timeout_s is None:
-                await self._waiter
-            else:
-                await asyncio.wait([self._waiter], timeout=timeout_s)
+            await self._waiter
         finally:
             self._waiter = None
         if self._error is not None:
@@ -202,6 +214,7 @@ class _Connection(asyncio.Protocol):
         self._transport: Any = None
         self._parser = httptools.HttpResponseParser(self)
         self._reply: Reply | None = None
+        self._pieces: list[bytes] = []
         self._framed = False
         self._is_interim = False
         self.is_open = False
@@ -248,6 +261,8 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
+            if self._pieces:
+                self._pass_on()
         except httptools.HttpParserError as error:
             # What a sink raises, too.
             self._fail(BrokeOff(f"broke off ({error.__context__ or error})"))
@@ -297,12 +312,19 @@ class _Connection(asyncio.Protocol):
             self._reply.headed.set_result(None)
 
     def on_body(self, body: bytes) -> None:
+        # An engine that is quick sends many chunks at once: they go on as one piece.
+        self._pieces.append(body)
+
+    def _pass_on(self) -> None:
+        pieces, self._pieces = self._pieces, []
         if self._reply is not None:
-            self._reply.body(body)
+            self._reply.body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def on_message_complete(self) -> None:
         if self._is_interim:
             return
+        if self._pieces:
+            self._pass_on()
         reply, self._reply = self._reply, None
         if reply is None:
             return
