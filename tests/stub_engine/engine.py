@@ -35,8 +35,10 @@ from stub_engine.prompts import (
 )  # fmt: skip
 from stub_engine.publisher import Publisher
 from stub_engine.rank import Job, LoadFailed, Log, Rank, Settings
+from stub_engine.received import Received
 from stub_engine.shapes import SHAPES, Shape, dump, error_object, parts
 from stub_engine.side_channel import SideChannel
+from stub_engine.writer import Dropped, Failed, Writer
 
 DEFAULT_KEY = "the key of the tests"
 # Fields of the wrong type are refused; null is as good as absent.
@@ -46,38 +48,6 @@ _TYPES = {
     "kv_transfer_params": dict,
 }  # fmt: skip
 _BIND_TRIES = 20
-
-
-@dataclass
-class Received:
-    """A request as it came.
-
-    Attributes:
-        headers: names in lower case.
-        body: decoded; None if it was not a JSON object.
-    """
-
-    method: str
-    path: str
-    headers: dict[str, str]
-    raw: bytes
-    body: dict[str, Any] | None
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """Its `kv_transfer_params`."""
-        params = (self.body or {}).get("kv_transfer_params")
-        return params if isinstance(params, dict) else {}
-
-    @property
-    def hop(self) -> Literal["prefill", "decode"]:
-        """Which hop it is."""
-        return "prefill" if self.params.get("do_remote_decode") else "decode"
-
-    @property
-    def only_tells(self) -> bool:
-        """It is no client's: the router tells the plug-in to let go."""
-        return "carryback_release" in self.params or "carryback_withdraw" in self.params
 
 
 class StubEngine:
@@ -488,8 +458,8 @@ class StubEngine:
             Invalid: the body is refused.
         """
         path, params, n = received.path, body.get("kv_transfer_params"), body.get("n")
-        if n is not None and n < 1:
-            raise Invalid("n must be at least 1", "n", "BadRequestError")
+        if n is not None and not 1 <= n <= 128:
+            raise Invalid("n must be from 1 to 128", "n", "BadRequestError")
         if body.get("stream_options") and not body.get("stream"):
             raise Invalid("1 validation error:\n  stream_options without stream", "stream_options")
         number = received.headers.get("x-request-id") or uuid.uuid4().hex
@@ -513,7 +483,7 @@ class StubEngine:
 
     async def _generate(self, rank: Rank, ask: _Ask, path: str, connection: Connection, fault: Fault) -> None:
         is_stream = bool(ask.body.get("stream"))
-        writer = _Writer(connection, fault)
+        writer = Writer(connection, fault)
         try:
             if is_stream:
                 connection.begin_events()
@@ -531,7 +501,7 @@ class StubEngine:
                     return
                 params = [rank.finish(job, each) for job, each in zip(ask.jobs, answers, strict=True)]
                 connection.respond(200, dump(ask.shape.whole(answers, params[0])).encode())
-        except (LoadFailed, _Failed) as error:
+        except (LoadFailed, Failed) as error:
             message = str(error) or "Internal server error"
             if not is_stream:
                 _refuse(connection, path, 500, message, "InternalServerError")
@@ -539,7 +509,7 @@ class StubEngine:
                 for event in failure:
                     connection.write(framed(event.encode()))
                 connection.end_events()
-        except _Dropped:
+        except Dropped:
             pass
         finally:
             for job in ask.jobs:
@@ -554,7 +524,7 @@ class StubEngine:
         kv = await rank.begin(job, size)
         return answer(job.prompt, kv, body, job.limit, self.answer_tokens, index)
 
-    async def _stream(self, rank: Rank, ask: _Ask, answers: list[Answer], writer: _Writer) -> None:
+    async def _stream(self, rank: Rank, ask: _Ask, answers: list[Answer], writer: Writer) -> None:
         shape = ask.shape
         await writer.comments()
         for event in shape.start():
@@ -585,50 +555,6 @@ class _Ask:
 
 class _NoRank(Invalid):
     """There is no such rank."""
-
-
-class _Dropped(Exception):
-    """Told to break off."""
-
-
-class _Failed(Exception):
-    """Told to fail."""
-
-
-class _Writer:
-    """Writes events, and does to them what the fault says."""
-
-    def __init__(self, connection: Connection, fault: Fault) -> None:
-        self._connection = connection
-        self._fault = fault
-        self._count = 0
-
-    async def comments(self) -> None:
-        """SSE comments, if there are to be some."""
-        for _ in range(self._fault.comments):
-            self._connection.write(framed(b": wait\n\n"))
-            await asyncio.sleep(self._fault.comment_interval_s)
-
-    async def send(self, event: str) -> None:
-        """One event.
-
-        Raises:
-            _Dropped, _Failed: as told.
-        """
-        fault = self._fault
-        if fault.drop != "" and fault.drop == self._count:
-            raise _Dropped
-        if fault.error_after == self._count:
-            self._count += 1
-            raise _Failed
-        if self._count:
-            await asyncio.sleep(fault.chunk_delay_s)
-        self._count += 1
-        for number, data in enumerate(fault.writes(event)):
-            if number:
-                await asyncio.sleep(0.002)  # so that it is a packet of its own
-            self._connection.write(framed(data))
-        await self._connection.drained()
 
 
 def _refuse(
