@@ -19,7 +19,9 @@ from stub_engine import CALL_MARKER, Settings, StubEngine, expected, expected_te
 from stub_engine.prompts import MESSAGES, RESPONSES
 
 TEXT = "Tell me about the sea, the wind, the boats and all the people who go there in winter. " * 4
-TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "look", "parameters": {"required": ["where"]}}}]
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "look", "parameters": {"required": ["where"]}}}
+]
 
 
 class Pair:
