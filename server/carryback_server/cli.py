@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import platform
 import secrets
@@ -300,6 +301,11 @@ async def _running(
         await router.start()
     except OSError as error:
         raise ConfigError(f"cannot listen: {error}; give another --port or --admin-port") from error
+    # What is there now stays. Of what comes, cycles are rare and small, and to look for them among all
+    # conversations would hold up every stream.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     try:
         yield router
     finally:

@@ -24,7 +24,8 @@ class FairLru(Generic[T]):
 
     def get(self, tenant: str, id: str) -> T | None:
         """The thing with this id."""
-        found = self._of(tenant).get(id)
+        things = self._things.get(tenant)
+        found = things.get(id) if things is not None else None
         return found[0] if found is not None else None
 
     def use(self, tenant: str, id: str) -> T | None:
@@ -50,7 +51,8 @@ class FairLru(Generic[T]):
 
     def pop(self, tenant: str, id: str) -> T | None:
         """Take the thing with this id out."""
-        found = self._of(tenant).pop(id, None)
+        things = self._things.get(tenant)
+        found = things.pop(id, None) if things is not None else None
         if found is None:
             return None
         self._weights[tenant] -= found[1]
@@ -65,7 +67,5 @@ class FairLru(Generic[T]):
 
     def newest(self, tenant: str) -> Iterator[T]:
         """A tenant's things, the most recently used first."""
-        return (thing for thing, _ in reversed(self._of(tenant).values()))
-
-    def _of(self, tenant: str) -> OrderedDict[str, tuple[T, int]]:
-        return self._things.get(tenant, OrderedDict())
+        things = self._things.get(tenant)
+        return (thing for thing, _ in reversed(things.values())) if things is not None else iter(())

@@ -4,6 +4,7 @@ byte, and it costs little enough not to be the bottleneck of a benchmark."""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -58,7 +59,9 @@ class Connection(asyncio.Protocol):
         self._waiting: deque[Request] = deque()
         self._is_busy = False
         self._keep_alive = True
-        self.idle_since = time.monotonic()
+        # uvicorn's time starts with the end of an answer.
+        self.idle_since = math.inf
+        self._is_receiving = False
         self.on_lost: Callable[[], object] | None = None
         self.on_resume: Callable[[], object] | None = None
         self.is_full = False
@@ -96,6 +99,9 @@ class Connection(asyncio.Protocol):
 
     # -- httptools
 
+    def on_message_begin(self) -> None:
+        self._is_receiving = True
+
     def on_url(self, url: bytes) -> None:
         self._url += url
 
@@ -116,6 +122,7 @@ class Connection(asyncio.Protocol):
             self._headers,
             b"".join(self._body),
         )
+        self._is_receiving = False
         self._keep_alive = self._parser.should_keep_alive()
         self._url, self._headers, self._body = b"", {}, []
         self._waiting.append(request)
@@ -131,7 +138,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_idle(self) -> bool:
         """No request is being answered."""
-        return not self._is_busy
+        return not self._is_busy and not self._is_receiving
 
     def respond(
         self, status: int, body: bytes, content_type: str = "application/json", headers: str = ""
