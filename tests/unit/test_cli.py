@@ -37,10 +37,11 @@ def plan(*args: str) -> list[list[str]]:
 
 
 def test_dry_run_for_two_gpus() -> None:
-    export, prefill, decode, router = plan(
+    export, export_events, prefill, decode, router = plan(
         "--device", "cuda", "--model", "Qwen/Qwen3-32B", "--", "--max-model-len", "32768"
     )
     assert export == ["export", "CARRYBACK_KEY=$(openssl", "rand", "-hex", "32)"]
+    assert export_events == ["export", "CARRYBACK_EVENTS_KEY=$(openssl", "rand", "-hex", "32)"]
     for words, gpu, url in ((prefill, "0", "http://127.0.0.1:8100"), (decode, "1", "http://127.0.0.1:8200")):
         program = words.index(sys.executable)
         assert all("=" in word for word in words[:program])
@@ -104,7 +105,7 @@ def test_settings_from_flag_environment_and_file(monkeypatch: pytest.MonkeyPatch
         ("prot: 7001", "unknown setting 'prot'; did you mean 'port'?"),
         ("port: many", "setting 'port'"),
         ("device: tpu", "setting 'device'"),
-        ("engines: [{role: decode, url: 'http://x', events: 'tcp://x'}]", "`carryback router`"),
+        ("engines: [{role: decode, url: 'http://x', events: 'tcp://x:1'}]", "`carryback router`"),
         ("port: [", "while parsing"),
         ("- port", "carryback.yaml"),
     ],
