@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,9 +14,11 @@ from carryback.wire import Reuse
 from carryback_server.app import Router
 from carryback_server.config import EngineConfig, RouterConfig
 from stub_engine import StubEngine
-from stub_engine.prompts import CHAT
+from stub_engine.prompts import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
 TEXT = "Tell me about the sea, the wind, the boats and all the people who go there in winter. " * 4
+
+ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 
 
 async def until(condition: Callable[[], object], what: str = "", within_s: float = 30) -> None:
@@ -64,16 +66,32 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What the model says, of a chat, streamed or not."""
-        if self.headers["content-type"].startswith("application/json"):
-            return str(self.json["choices"][0]["message"]["content"])
-        choices = [each for event in self.events for each in event["choices"]]
-        return "".join(choice["delta"].get("content") or "" for choice in choices)
+        """What the model says, at whichever endpoint, streamed or not."""
+        if not self.headers["content-type"].startswith("text/event-stream"):
+            return _text(self.json)
+        return "".join(_delta(event) for event in self.events)
 
     @property
     def reuse(self) -> Reuse:
         """What the router says was reused."""
         return Reuse.parse(self.headers["x-carryback-reuse"])
+
+
+def _text(answer: Any) -> str:
+    """Of a whole answer."""
+    if "choices" in answer:
+        choice = answer["choices"][0]
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
+    content = answer["output"][0]["content"] if "output" in answer else answer["content"]
+    return str(content[0]["text"])
+
+
+def _delta(event: Any) -> str:
+    """Of an event of a stream."""
+    if choices := event.get("choices"):
+        return str(choices[0]["text"] if "text" in choices[0] else choices[0]["delta"].get("content") or "")
+    delta = event.get("delta")
+    return str(delta.get("text", "") if isinstance(delta, dict) else delta or "")
 
 
 class Service:
@@ -117,7 +135,7 @@ class Service:
 
     async def __aenter__(self) -> Self:
         await asyncio.gather(*(engine.start() for engine in self.engines))
-        quick = {"port": 0, "probe_interval_s": 0.05, "shutdown_timeout_s": 5.0, "log_format": "off"}
+        quick = {"port": 0, "probe_interval_s": 0.1, "shutdown_timeout_s": 5.0, "log_format": "off"}
         configs = [*(engine.config() for engine in self.engines), *self._others]
         self.router = Router(RouterConfig(engines=configs, **{**quick, **self._settings}))
         await self.router.start()
@@ -197,6 +215,10 @@ class Service:
         assert {record: times for record, times in offers.items() if times > 1} == {}
 
 
+Serve = Callable[..., Awaitable[Service]]
+"The fixture `serve`: starts a `Service`, with its arguments."
+
+
 def user(text: str) -> dict[str, Any]:
     """A user's message."""
     return {"role": "user", "content": text}
@@ -205,3 +227,13 @@ def user(text: str) -> dict[str, Any]:
 def said(text: str) -> dict[str, Any]:
     """An answer, as the next request has it."""
     return {"role": "assistant", "content": text}
+
+
+def request_to(path: str, text: str = TEXT, **fields: Any) -> dict[str, Any]:
+    """A body with one question, for an endpoint that generates."""
+    asked: dict[str, Any] = {"messages": [user(text)]}
+    if path == COMPLETIONS:
+        asked = {"prompt": text}
+    elif path == RESPONSES:
+        asked = {"input": [user(text)]}
+    return {**asked, **fields}

@@ -587,6 +587,8 @@ class Pipeline:
             before_end=before_end,
             idle_timeout_s=self._config.idle_timeout_s,
         )
+        if answer.status < 400 and answer.error is None:
+            trip.conversation.boundary = "unfinished"  # until its end is there
         trip.entry.streamed = answer.is_stream
         self._metrics.streams.inc(answer.is_stream)
         try:

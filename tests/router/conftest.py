@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
 from cluster import Cluster
-from service import Service
+from service import Serve, Service
 
 
 @pytest.fixture
@@ -18,9 +18,6 @@ async def cluster() -> AsyncIterator[Cluster]:
         await cluster.start()
         yield cluster
         await cluster.close()
-
-
-Serve = Callable[..., Awaitable[Service]]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 from carryback_server import upstream
-from carryback_server.upstream import BrokeOff, ConnectFailed, IdleTimeout, Upstream
+from carryback_server.upstream import BrokeOff, ConnectFailed, IdleTimeout, Reply, Upstream
 from raw_server import Handler, RawServer, whole
 from service import until
 
@@ -52,6 +52,17 @@ async def echo(target: str, body: bytes, writer: asyncio.StreamWriter) -> None:
 
 async def ask(client: Upstream, body: bytes = b"x") -> bytes:
     return await (await client.request("POST", "/v1/x", body)).read()
+
+
+async def take(reply: Reply, how: str, pieces: list[bytes]) -> None:
+    """All of the body, in one of the ways to take it."""
+    if how == "read":
+        pieces.append(await reply.read())
+    elif how == "pipe":
+        await reply.pipe(pieces.append, 30)
+    else:
+        while piece := await reply.read_some():
+            pieces.append(piece)
 
 
 def chunked(*pieces: bytes, end: bytes = b"0\r\n\r\n") -> bytes:
@@ -112,7 +123,7 @@ async def test_connection_close_is_heeded(start: Start) -> None:
     assert server.accepted == 2
 
 
-@pytest.mark.parametrize("take", ["read", "read_some", "pipe"])
+@pytest.mark.parametrize("how", ["read", "read_some", "pipe"])
 @pytest.mark.parametrize(
     "data",
     [
@@ -126,20 +137,14 @@ async def test_connection_close_is_heeded(start: Start) -> None:
     ],
     ids=["length", "chunked", "trailers", "continue", "hints", "huge header", "many headers"],
 )
-async def test_framings_of_an_answer(start: Start, data: bytes, take: str) -> None:
+async def test_framings_of_an_answer(start: Start, data: bytes, how: str) -> None:
     for cut in (len(data), 40, len(data) - 3):
         server, client = await start(answers(data[:cut], data[cut:]))
         for _ in range(2):
             reply = await client.request("POST", "/", b"x")
             assert reply.status == 200
             pieces: list[bytes] = []
-            if take == "read":
-                pieces.append(await reply.read())
-            elif take == "pipe":
-                await reply.pipe(pieces.append, 30)
-            else:
-                while piece := await reply.read_some():
-                    pieces.append(piece)
+            await take(reply, how, pieces)
             assert b"".join(pieces) == b"abcdef"
         assert server.accepted == 1
 
@@ -152,23 +157,17 @@ async def test_an_answer_that_ends_with_its_connection(start: Start) -> None:
     assert server.accepted == 2
 
 
-@pytest.mark.parametrize("take", ["read", "read_some", "pipe"])
+@pytest.mark.parametrize("how", ["read", "read_some", "pipe"])
 @pytest.mark.parametrize(
     "data", [whole(b"abc" + b"d" * 9)[:-9], chunked(b"abc", end=b""), chunked(b"abc", end=b"5\r\nab")]
 )
-async def test_an_answer_that_breaks_off_is_an_error(start: Start, data: bytes, take: str) -> None:
+async def test_an_answer_that_breaks_off_is_an_error(start: Start, data: bytes, how: str) -> None:
     _, client = await start(answers(data, closes=True))
     reply = await client.request("POST", "/", b"x")
     pieces: list[bytes] = []
     with pytest.raises(BrokeOff):
-        if take == "read":
-            await reply.read()
-        elif take == "pipe":
-            await reply.pipe(pieces.append, 30)
-        else:
-            while piece := await reply.read_some():
-                pieces.append(piece)
-    if take != "read":
+        await take(reply, how, pieces)
+    if how != "read":
         assert b"".join(pieces).startswith(b"abc")
 
 
@@ -359,7 +358,7 @@ async def test_an_answer_may_be_left_before_its_framing_ends(start: Start, is_on
         reply = await client.request("POST", "/", b"x")
         pieces: list[bytes] = []
 
-        def sink(piece: bytes, reply: upstream.Reply = reply, pieces: list[bytes] = pieces) -> None:
+        def sink(piece: bytes, reply: Reply = reply, pieces: list[bytes] = pieces) -> None:
             pieces.append(piece)
             if piece.endswith(b"last"):
                 reply.leave()
