@@ -31,7 +31,6 @@ class Publisher:
         self.dropped = 0
         self._pinned = pinned
         self._capacity = capacity
-        self._is_quiet = True
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -49,7 +48,6 @@ class Publisher:
 
     def send(self, event: Event) -> None:
         """Send an event; never waits."""
-        self._is_quiet = False
         if self.dropped and not isinstance(event, Hello):
             self.dropped -= 1
         else:
@@ -63,7 +61,6 @@ class Publisher:
 
     async def _say_hello(self) -> None:
         while True:
-            if self._is_quiet:
-                self.send(Hello(self.engine, self.seq, self._pinned(), self._capacity))
-            self._is_quiet = True
+            # However many events there are: a router hears only those for it, and this.
+            self.send(Hello(self.engine, self.seq, self._pinned(), self._capacity))
             await asyncio.sleep(HELLO_INTERVAL_S)
