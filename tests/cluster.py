@@ -56,6 +56,7 @@ class Chat:
     ) -> None:
         self.cluster = cluster
         self.router = router
+        self.id = id
         self.headers = {wire.CONVERSATION_ID: id} if id is not None else {}
         self.key = key
         self.fields = fields
@@ -70,13 +71,13 @@ class Chat:
 
     async def call(self, **options: Any) -> Answer:
         """A turn that ends in a tool call."""
-        return await self.say(f"{CALL_MARKER} {TEXT}", tools=TOOLS, **options)
+        return await self.say(f"{CALL_MARKER} {TEXT}", **{"tools": TOOLS, **options})
 
     async def result(self, text: str = TEXT, **options: Any) -> Answer:
         """The tool's result."""
         call = self.messages[-1]["tool_calls"][0]["id"]
         self.messages.append({"role": "tool", "tool_call_id": call, "content": text})
-        return await self.go_on(tools=TOOLS, **options)
+        return await self.go_on(**{"tools": TOOLS, **options})
 
     async def go_on(
         self, *, via: Router | None = None, headers: Mapping[str, str] = {}, **fields: Any

@@ -190,6 +190,7 @@ class Engine:
         self._last_event = -math.inf
         self._seq = 0
         self._failed_probes = 0
+        self._why_down = ""
         self._run_of_models = ""
         self._upstream = Upstream(
             site.url, connect_timeout_s=config.connect_timeout_s, headers=_headers(site, config)
@@ -376,6 +377,7 @@ class Engine:
         if not self.is_up:
             logger.info("%s engine %s is up", self.role, self.name)
             self.is_up = True
+            self._why_down = ""
         if self.ejection.is_due:
             await self._try()
         return False
@@ -383,9 +385,11 @@ class Engine:
     def mark_down(self, why: Exception) -> None:
         """Place nothing here until a probe succeeds."""
         self.is_gone = isinstance(why, ConnectFailed) and why.is_refused
-        if self.is_up:
-            logger.warning("%s engine %s is down: %s", self.role, self.name, _said(why))
-            self.is_up = False
+        said = _said(why)
+        if self.is_up or said != self._why_down:  # one that never was up says why as well
+            logger.warning("%s engine %s is down: %s", self.role, self.name, said)
+        self._why_down = said
+        self.is_up = False
 
     def hear(self, event: events.Event) -> bool:
         """Take in what an event says of the engine; whether the engine is a new run."""

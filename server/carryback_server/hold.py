@@ -155,9 +155,12 @@ class Holding:
         if boundary is None:
             # It may still have ended in an event.
             flight.conversation = None
+            if (pin := self.pins.remove(key)) is not None:
+                self.spawn(self._let_go_of(pin, "no_record"))
         else:
             flight.boundary = boundary
-            self.pins.settle(key, *self._retention(flight))
+            if (pin := self.pins.settle(key, *self._retention(flight))) is not None:
+                self.pins.enforce(pin.engine)
         if flight.stored.is_set():
             del self._flights[key]
             return
@@ -239,7 +242,9 @@ class Holding:
         finally:
             step.end()
             self._settled(event.key, flight)
-        self.pins.enforce(engine)
+        # Before the answer's end nobody knows whether this one is the least likely to return.
+        if flight.boundary is not None:
+            self.pins.enforce(engine)
 
     def _settled(self, key: str, flight: Flight) -> None:
         flight.stored.set()

@@ -118,11 +118,11 @@ class Pins:
         self._metrics.held(pin.engine.name, 1, pin.tokens, pin.blocks, pin.tenant)
         self._set_timer(pin, hold_s)
 
-    def settle(self, key: str, rank: Rank, hold_s: float) -> None:
-        """Say where in its turn a conversation stands, once that is known.
+    def settle(self, key: str, rank: Rank, hold_s: float) -> Pin | None:
+        """Say where in its turn a conversation stands, once that is known; its pin, if there is one.
 
         Args:
-            hold_s: when to give its pin up, in seconds from now.
+            hold_s: when to give it up, in seconds from now.
         """
         if (pin := self._pins.get(key)) is not None:
             held = self._held[pin.engine]
@@ -130,6 +130,7 @@ class Pins:
             pin.rank = rank
             self._queue(held, pin)[key] = pin
             self._set_timer(pin, hold_s)
+        return pin
 
     def remove(self, key: str) -> Pin | None:
         """A record was taken, or the engine has let go: count its pin no more."""
