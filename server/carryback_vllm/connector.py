@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.request import RequestStatus
 
 from carryback_vllm.cpu import calm_new_threads
 from carryback_vllm.events import KEY_VARIABLE, Publisher
@@ -332,7 +333,11 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             # empty read, as stock code does in the other direction.
             self._reqs_need_recv[request.request_id] = (request, [], (), False)
             params["_remote_blocks_processed"] = True
+        status = request.status
+        if _may_have_stopped(request):
+            request.status = RequestStatus.FINISHED_STOPPED
         hold, record = super().request_finished(request, block_ids)
+        request.status = status
         if params is None or record is None:
             return hold, record
         is_prefill = bool(params.get("do_remote_decode"))
@@ -538,6 +543,21 @@ def _forget_remote(params: dict[str, Any], reason: str = "unverified") -> None:
         if name.startswith("remote_"):
             params.pop(name, None)
     params.pop("carryback", None)
+
+
+def _may_have_stopped(request: Request) -> bool:
+    """Whether an aborted request may have come to its end.
+
+    vLLM looks for stop strings outside of the scheduler, and aborts the request when it finds one. If the
+    client went away instead, the router lets go of what is held.
+    """
+    return (
+        request.status == RequestStatus.FINISHED_ABORTED
+        and request.num_output_tokens > 0
+        and request.sampling_params is not None
+        and bool(request.sampling_params.stop)
+        and isinstance((request.kv_transfer_params or {}).get("carryback_key"), str)
+    )
 
 
 def _report(request: Request, match: _Match | None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK = 32
@@ -84,16 +84,26 @@ class Engine:
         )
         self.scheduler.update_from_output(work, done)
 
+    def add(self, prompt: list[int], tokens: int, stop: list[str] | None = None, **params: Any) -> Request:
+        """A request of so many tokens."""
+        sampling = SamplingParams(
+            max_tokens=tokens, stop=stop, detokenize=True, extra_args={"kv_transfer_params": params}
+        )
+        sampling.update_from_generation_config({}, eos_token_id=0)
+        request = Request(f"request-{next(self._ids)}", prompt, sampling, None, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+        return request
+
     def run(self, prompt: list[int], **params: Any) -> str:
         """A request of one token; its id."""
-        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
-        sampling.update_from_generation_config({}, eos_token_id=0)
-        name = f"request-{next(self._ids)}"
-        request = Request(name, prompt, sampling, None, block_hasher=self._hasher)
-        self.scheduler.add_request(request)
+        request = self.add(prompt, 1, **params)
         while not request.is_finished():
             self.step()
-        return name
+        return request.request_id
+
+    def abort(self, request: Request) -> None:
+        """Abort it, as if its client had gone, or a stop string had been found."""
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
     def hold(self, prompt: list[int], hold_s: float = 60) -> events.Held:
         """A request that a decode engine is asked to hold; the event."""
@@ -205,6 +215,39 @@ def test_what_is_held_and_let_go_of(start: Callable[..., Engine]) -> None:
     assert (released.key, released.reason, released.pinned) == (second.key, "asked", 0)
     assert engine.used == 0
     assert engine.next(events.Hello).pinned == 0
+
+
+def test_an_answer_that_a_stop_string_ends_is_held(start: Callable[..., Engine]) -> None:
+    engine = start()
+    request = engine.add(prompt(4), 2 * BLOCK, stop=["x"], carryback_key="stopped", hold_s=60)
+    for _ in range(BLOCK):
+        engine.step()
+    engine.abort(request)
+    held = engine.next(events.Held)
+    # The last token that was sampled has no KV.
+    assert request.num_tokens == 5 * BLOCK + 1
+    assert (held.key, held.tokens, held.blocks) == ("stopped", 5 * BLOCK, 5)
+    assert len(held.digests) == 5 * 16
+    engine.read(held.request)
+    assert engine.released().reason == "read"
+    assert engine.used == 0
+
+
+@pytest.mark.parametrize(
+    ("stop", "steps", "key"),
+    [(None, 3, {"carryback_key": "left"}), (["x"], 0, {"carryback_key": "left"}), (["x"], 3, {})],
+    ids=["no stop string", "no token", "no router"],
+)
+def test_nothing_is_held_of_a_request_whose_client_left(
+    start: Callable[..., Engine], stop: list[str] | None, steps: int, key: dict[str, str]
+) -> None:
+    engine = start()
+    request = engine.add(prompt(4), 2 * BLOCK, stop=stop, hold_s=60, **key)
+    for _ in range(steps):
+        engine.step()
+    engine.abort(request)
+    engine.step()
+    assert engine.used == 0
 
 
 def test_a_record_and_its_digests_are_sealed_together(start: Callable[..., Engine]) -> None:
