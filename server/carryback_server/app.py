@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
@@ -170,8 +169,9 @@ class Router:
             problems = {404: "there is no such endpoint", 405: "the endpoint does not take this method"}
             message = f"{request.method} {request.path}: {problems.get(status, error.reason)}"
             response = error_response(request.path, ApiError(status, message, code="unknown_endpoint"), {})
-        except (aiohttp.ClientConnectionResetError, ConnectionResetError):
-            raise
+        except ConnectionResetError:
+            # Nobody reads it; but what is raised here, aiohttp logs as an error of ours.
+            response = web.Response(status=status)
         except Exception:
             logger.exception("%s %s", request.method, request.path)
             status = 500
