@@ -183,6 +183,15 @@ class Cluster:
         answer = await self.get(router, f"/v1/conversations/{id}", key=key)
         return answer.json if answer.status == 200 else None
 
+    async def held(self, chat: Chat) -> Any:
+        """What `GET /v1/conversations/{id}` says is held for a chat, once its engine has said so."""
+        async with asyncio.timeout(30):
+            while True:
+                view = await self.conversation(chat.router, chat.id or "", key=chat.key)
+                if view["held"] is not None:
+                    return view["held"]
+                await asyncio.sleep(0.01)
+
     async def metric(self, router: Router | str, name: str, **labels: str) -> float:
         """The sum of a metric's samples with these labels, from `/metrics`."""
         url = router if isinstance(router, str) else router.admin_url

@@ -48,6 +48,8 @@ async def test_a_listing_and_the_metrics_say_what_is_held(cluster: Cluster) -> N
     await chat.say()
     await other.call()
     await chat.say()
+    for each in (chat, other):
+        await cluster.held(each)
     listed = (await cluster.get(router, "/v1/conversations")).json["data"]
     assert [each["id"] for each in listed] == ["chat-1", "chat-2"]
     one, two = listed
@@ -91,7 +93,7 @@ async def test_what_an_engine_let_go_of_is_forgotten_at_once(cluster: Cluster) -
     _, decode = await cluster.pair()
     chat = cluster.chat(await cluster.router())
     await chat.say()
-    assert await held_of(cluster, chat)
+    assert await cluster.held(chat)
     decode.ranks[0].let_go(decode.ranks[0].held[0], "expired")
 
     async def is_forgotten() -> bool:
@@ -108,7 +110,7 @@ async def test_nothing_is_read_that_the_engine_may_let_go_of_meanwhile(cluster: 
     prefill, decode = await cluster.pair(settings=PATIENT)
     chat = cluster.chat(await cluster.router(hold_s=4))
     await chat.say()
-    assert (await held_of(cluster, chat))["expires_in_s"] == 0
+    assert (await cluster.held(chat))["expires_in_s"] == 0
     assert (await chat.say()).reuse.reason == "expired"
     assert prefill.offered == []
     # What was of no use was let go of for real.
@@ -161,7 +163,7 @@ async def test_a_tool_that_takes_too_long_costs_its_conversation_what_is_held(cl
     blocks = decode.pinned
     await calling.call()
     await until(lambda: decode.pinned == blocks)
-    assert await held_of(cluster, ended)
+    assert await cluster.held(ended)
     assert await held_of(cluster, calling) is None
     given_up = await cluster.metric(router, "pins_given_up_total", rank="mid_turn", reason="retention")
     assert given_up == 1
@@ -341,10 +343,10 @@ async def test_an_event_that_comes_after_the_next_turn_s_takes_nothing_from_it(c
     await chat.say()
     first = decode.ranks[0].held
     assert (await chat.say()).reuse.reason == "event_missing"
-    held = (await held_of(cluster, chat))["tokens"]
+    held = (await cluster.held(chat))["tokens"]
     # The late one is let go of, since nobody can use it any more.
     await until(lambda: first[0] not in decode.ranks[0].held)
-    assert (await held_of(cluster, chat))["tokens"] == held
+    assert (await cluster.held(chat))["tokens"] == held
     reuse = (await chat.say()).reuse
     assert (reuse.outcome, reuse.tokens) == ("hit", held)
 
