@@ -44,32 +44,34 @@ _NOT_TAKEN = ("unverified", "no_plugin", "load_failed")
 
 @dataclass
 class Trip:
-    """One request on its way.
+    """One request on its way. What is said of it after `started` is known once it is identified.
 
     Attributes:
+        entry: what the log, the metrics and the trace will say of it.
+        headers: what the answer says about it.
+        started: when it came, on the monotonic clock.
+        chain: of a request for a response, what its `previous_response_id` stands for.
         use: whether it may reuse anything, and leave anything to reuse.
         alone: why a decode engine does all of it; empty if it goes through both hops.
         hold_s: how long the decode engine is to hold its KV, in seconds.
-        headers: what the answer says about it.
-        started: when it came, on the monotonic clock.
         why_none: why there is no record for it.
         holder: the decode engine that had its record.
     """
 
     request: web.Request
     endpoint: Endpoint
-    tenant: Tenant
-    body: Body
-    who: Who
-    conversation: Conversation
-    use: bool
-    alone: str
-    hold_s: float
-    headers: dict[str, str]
-    started: float
-    entry: Entry
     trace: Trace
-    chain: Chain | None
+    entry: Entry
+    headers: dict[str, str] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+    tenant: Tenant = field(init=False)
+    body: Body = field(init=False)
+    chain: Chain | None = None
+    who: Who = field(init=False)
+    conversation: Conversation = field(init=False)
+    use: bool = True
+    alone: str = ""
+    hold_s: float = 0.0
     why_none: str = ""
     holder: Engine | None = None
 
@@ -165,19 +167,18 @@ class Pipeline:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one request to an endpoint of `ENDPOINTS`."""
-        started = time.monotonic()
-        endpoint = ENDPOINTS[request.path]
-        entry = Entry(endpoint=request.path, request_id=request.headers.get("X-Request-Id", ""))
-        trace = self._tracer.request(request.headers, request.path)
-        entry.trace_id = trace.trace_id
-        headers: dict[str, str] = {}
+        endpoint, path = ENDPOINTS[request.path], request.path
+        trace = self._tracer.request(request.headers, path)
+        request_id = request.headers.get("X-Request-Id", "")
+        entry = Entry(endpoint=path, request_id=request_id, trace_id=trace.trace_id)
+        trip = Trip(request, endpoint, trace, entry)
         self._metrics.in_flight.inc()
         try:
-            response = await self._travel(request, endpoint, entry, trace, headers, started)
+            response = await self._travel(trip)
             entry.status = response.status
         except ApiError as error:
             entry.status, entry.error = error.status, error.code
-            response = endpoint.error(error, headers)
+            response = endpoint.error(error, trip.headers)
         except (asyncio.CancelledError, ConnectionResetError):
             entry.client_gone = True
             raise
@@ -186,49 +187,38 @@ class Pipeline:
             raise
         finally:
             self._metrics.in_flight.dec()
-            entry.duration_s = time.monotonic() - started
+            entry.duration_s = time.monotonic() - trip.started
             self._metrics.observe_request(entry)
             self._access_log.write(entry)
             trace.end(entry)
         return response
 
-    async def _travel(
-        self,
-        request: web.Request,
-        endpoint: Endpoint,
-        entry: Entry,
-        trace: Trace,
-        headers: dict[str, str],
-        started: float,
-    ) -> web.StreamResponse:
+    async def _travel(self, trip: Trip) -> web.StreamResponse:
         """The six steps.
 
         Raises:
             ApiError: the request is malformed or not allowed, or no engine can serve it.
         """
-        tenant = self.tenants.of(request.headers)
-        entry.tenant = tenant.name
+        trip.tenant = tenant = self.tenants.of(trip.request.headers)
+        trip.entry.tenant = tenant.name
         async with tenant.admit():
-            with trace.step("identify"):
-                trip = await self._identify(request, endpoint, tenant, entry, trace, headers, started)
+            with trip.trace.step("identify"):
+                await self._identify(trip)
             name = tenant.name, trip.conversation.id
             self.in_flight[name] += 1
             prefilled = Prefilled(Reuse("miss", 0, trip.alone))
             try:
                 if not trip.alone:
-                    with trace.step("recall") as step:
+                    with trip.trace.step("recall") as step:
                         record = await self._recall(trip)
                         step.set(found=record is not None)
                     prefilled = await self._prefill(trip, record)
-                entry.reuse = prefilled.reuse
-                headers[wire.CARRYBACK_REUSE] = trip.conversation.reuse = prefilled.reuse.header()
+                trip.entry.reuse = prefilled.reuse
+                trip.headers[wire.CARRYBACK_REUSE] = trip.conversation.reuse = prefilled.reuse.header()
                 return await self._decode(trip, prefilled)
             except Refused as refused:
-                return web.Response(
-                    status=refused.status,
-                    body=refused.body,
-                    headers={**headers, "Content-Type": refused.content_type},
-                )
+                headers = {**trip.headers, "Content-Type": refused.content_type}
+                return web.Response(status=refused.status, body=refused.body, headers=headers)
             finally:
                 if prefilled.engine is not None and prefilled.is_over:
                     self.holding.release(prefilled.engine, prefilled.params.get("remote_request_id"))
@@ -272,56 +262,34 @@ class Pipeline:
 
     # -- identify
 
-    async def _identify(
-        self,
-        request: web.Request,
-        endpoint: Endpoint,
-        tenant: Tenant,
-        entry: Entry,
-        trace: Trace,
-        headers: dict[str, str],
-        started: float,
-    ) -> Trip:
-        body = Body(await self._read(request))
-        if (salt := tenant.salt(body.get("cache_salt"))) is not None:
-            body.put("cache_salt", salt)
-        if not tenant.is_alone:
-            tenant.check_media(body.raw("input" if isinstance(endpoint, Responses) else "messages") or b"")
+    async def _identify(self, trip: Trip) -> None:
+        headers, endpoint, tenant, entry = trip.request.headers, trip.endpoint, trip.tenant, trip.entry
+        trip.body = body = Body(await self._read(trip.request))
         entry.bytes_in = body.size
         model = body.get("model")
         tenant.check_model(model)
         entry.model = model if isinstance(model, str) else ""
-        chain = await self._chains.resolve(tenant.name, body) if isinstance(endpoint, Responses) else None
-        who = identify(request.headers, body, endpoint, self._identifier, tenant=tenant.name, chain=chain)
+        if (salt := tenant.salt(body.get("cache_salt"))) is not None:
+            body.put("cache_salt", salt)
+        if not tenant.is_alone:
+            tenant.check_media(body.raw("input" if isinstance(endpoint, Responses) else "messages") or b"")
+        if isinstance(endpoint, Responses):
+            trip.chain = await self._chains.resolve(tenant.name, body)
+        trip.who = who = identify(
+            headers, body, endpoint, self._identifier, tenant=tenant.name, chain=trip.chain
+        )
         entry.conversation, entry.turn, entry.step = who.conversation, who.turn, who.step
-        headers.update(_headers(request, who))
-        use = _reuse_switch(request.headers)
-        alone = endpoint.alone(body)
+        trip.headers.update(_headers(trip.request, who))
+        trip.use = _reuse_switch(headers)
+        trip.alone = endpoint.alone(body)
         if not who.conversation:
             # It has none: one that nothing is kept of.
-            conversation = Conversation.new(tenant.name, "", None)
-        else:
-            conversation = await self._open(tenant, who)
-            conversation.turn, conversation.step = who.turn, who.step
-        hold_s = self._config.hold_first_s if who.is_guess else self._config.hold_s
-        if not who.conversation or who.ends or alone or not use:
-            hold_s = 0
-        return Trip(
-            request,
-            endpoint,
-            tenant,
-            body,
-            who,
-            conversation,
-            use,
-            alone,
-            hold_s,
-            headers,
-            started,
-            entry,
-            trace,
-            chain,
-        )
+            trip.conversation = Conversation.new(tenant.name, "", None)
+            return
+        trip.conversation = await self._open(tenant, who)
+        trip.conversation.turn, trip.conversation.step = who.turn, who.step
+        if trip.use and not trip.alone and not who.ends:
+            trip.hold_s = self._config.hold_first_s if who.is_guess else self._config.hold_s
 
     async def _read(self, request: web.Request) -> bytes:
         try:
