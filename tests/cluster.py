@@ -13,7 +13,7 @@ from carryback import wire
 from carryback_server.app import Router
 from carryback_server.config import RouterConfig
 from prometheus_client.parser import text_string_to_metric_families
-from service import TEXT, Answer
+from service import TEXT, Answer, until
 from stub_engine import CALL_MARKER, StubEngine, expected
 from stub_engine.prompts import CHAT
 
@@ -131,6 +131,16 @@ class Cluster:
         await router.start()
         self.routers.append(router)
         return router
+
+    async def hears(self, router: Router, engine: StubEngine) -> None:
+        """Wait until an engine's events arrive; nothing is held at it before."""
+        name = engine.url.removeprefix("http://")
+
+        def is_heard() -> bool:
+            found = router.pipeline.pool.find(name, engine.role)
+            return found is not None and found.is_heard
+
+        await until(is_heard)
 
     async def stop(self, router: Router) -> None:
         """End a router before the test ends."""

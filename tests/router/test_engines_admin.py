@@ -123,6 +123,7 @@ async def test_engines_that_are_posted_take_the_place_of_those_there_are(cluster
     answer = await cluster.admin(router, "POST", "/admin/engines", as_json(prefill, new))
     assert (answer.status, answer.json["count"]) == (202, 2)
     await until(lambda: [each.name for each in router.pipeline.pool.of("decode")] == [name(new)])
+    await cluster.hears(router, new)
     # What the old one holds is not lost: it stays until that was read.
     assert (await states(cluster, router))[name(old)] == "draining"
 

@@ -1,0 +1,350 @@
+"""Several routers that share a Redis: conversations and chains go on at any of them, and nothing is used twice."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from carryback_server.app import Router
+from cluster import Cluster, eventually
+from redis_server import RedisServer, redis_server
+from service import TEXT, Answer, until, user
+from stub_engine import Settings, expected
+from stub_engine.prompts import CHAT, RESPONSES
+
+PATIENT = Settings(grace_s=10_000)
+KEYS = ["acme=sk-acme-0123456789-0123456789", "guests=sk-guests-0123456789-012345678"]
+ACME, GUESTS = (each.partition("=")[2] for each in KEYS)
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def shared(redis: RedisServer) -> dict[str, Any]:
+    """Settings of routers that share one state, which is this test's own."""
+    return {
+        "state": redis.url,
+        "state_prefix": uuid.uuid4().hex,
+        "state_timeout_s": 5.0,
+        "held_event_wait_s": 20.0,
+    }
+
+
+async def replicas(cluster: Cluster, settings: dict[str, Any], count: int = 2) -> list[Router]:
+    return [await cluster.router(**settings) for _ in range(count)]
+
+
+# -- conversations
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_conversation_goes_on_at_any_replica(
+    cluster: Cluster, shared: dict[str, Any], stream: bool
+) -> None:
+    await cluster.pair()
+    await cluster.engine("decode")
+    routers = await replicas(cluster, shared, 3)
+    chat = cluster.chat(routers[0], stream=stream)
+    for turn in range(6):
+        # At once: the record has to be there as soon as the answer has ended.
+        reuse = (await chat.say(via=routers[turn % 3])).reuse
+        assert reuse.outcome == ("hit" if turn else "miss"), reuse
+    for router in routers:
+        view = await cluster.conversation(router)
+        assert view["requests"] == 6
+        assert view["held"]["tokens"] > 0
+
+
+async def test_no_record_is_used_twice_however_many_ask(cluster: Cluster, shared: dict[str, Any]) -> None:
+    prefill, _ = await cluster.pair()
+    routers = await replicas(cluster, shared)
+    chat = cluster.chat(routers[0])
+    await chat.say()
+    for _ in range(3):
+        parallel = [cluster.chat(routers[number % 2]) for number in range(8)]
+        for each in parallel:
+            each.messages = list(chat.messages)
+        answers = await asyncio.gather(*(each.say(f"{n} {TEXT}") for n, each in enumerate(parallel)))
+        # Each record was offered at most once: what they leave, another may take.
+        assert [each.reuse.outcome for each in answers].count("hit") <= 1
+        assert len(set(prefill.offered)) == len(prefill.offered)
+        chat.messages = parallel[0].messages
+    assert prefill.offered
+
+
+async def test_a_conversation_deleted_at_another_replica_holds_nothing(
+    cluster: Cluster, shared: dict[str, Any]
+) -> None:
+    _, decode = await cluster.pair(settings=PATIENT)
+    one, two = await replicas(cluster, shared)
+    chat = cluster.chat(one)
+    await chat.say()
+    assert (await cluster.delete(two, "/v1/conversations/chat-1")).status == 200
+    await until(lambda: decode.in_use == 0)
+    for router in (one, two):
+        assert await cluster.conversation(router) is None
+    # Also while it runs at the other one.
+    decode.fault(hop="decode", first_delay_s=0.3)
+    asking = asyncio.create_task(chat.say())
+    await until(lambda: decode.running)
+    assert (await cluster.delete(two, "/v1/conversations/chat-1")).status == 200
+    await asking
+    await until(lambda: decode.in_use == 0)
+    assert (await chat.say(via=two)).reuse.reason == "new"
+
+
+async def test_what_is_held_is_seen_and_counted_once(cluster: Cluster, shared: dict[str, Any]) -> None:
+    _, decode = await cluster.pair()
+    one, two = await replicas(cluster, shared)
+    chats = [cluster.chat(router, f"chat-{number}") for number, router in enumerate((one, two))]
+    for chat in chats:
+        await chat.say()
+    listed = [(await cluster.get(router, "/v1/conversations")).json["data"] for router in (one, two)]
+    assert [each["id"] for each in listed[0]] == [each["id"] for each in listed[1]] == ["chat-1", "chat-0"]
+
+    async def is_counted() -> bool:
+        held = [await cluster.metric(router, "held_blocks") for router in (one, two)]
+        return min(held) > 0 and sum(held) == decode.pinned
+
+    await eventually(is_counted)
+    # Read through the other one: the engine says so to the one that held it.
+    assert (await chats[0].say(via=two)).reuse.outcome == "hit"
+    assert (await chats[1].say(via=one)).reuse.outcome == "hit"
+    await eventually(is_counted)
+    for router, chat in ((two, chats[0]), (one, chats[1])):
+        assert (await cluster.delete(router, f"/v1/conversations/{chat.id}")).status == 200
+    await until(lambda: decode.in_use == 0)
+
+    async def is_empty() -> bool:
+        return sum([await cluster.metric(router, "held_blocks") for router in (one, two)]) == 0
+
+    await eventually(is_empty)
+
+
+async def test_a_record_given_up_while_it_is_stored_is_let_go_of(
+    cluster: Cluster, shared: dict[str, Any]
+) -> None:
+    _, decode = await cluster.pair(settings=PATIENT)
+    one, two = await replicas(cluster, {**shared, "hold_mid_turn_s": 0.0})
+    for number in range(5):
+        await cluster.chat(one, f"chat-{number}").call(stream=bool(number % 2))
+    await until(lambda: decode.in_use == 0)
+    for number in range(5):
+        assert (await cluster.conversation(two, f"chat-{number}"))["held"] is None
+    _, decode_2 = await cluster.pair(settings=PATIENT)
+    router = await cluster.router(**{**shared, "state_prefix": "other"}, pin_budget=0)
+    await asyncio.gather(*(cluster.chat(router, f"chat-{number}").say() for number in range(5)))
+    await until(lambda: decode.in_use == decode_2.in_use == 0)
+
+
+async def test_a_replica_that_ends_leaves_its_conversations_to_the_others(
+    cluster: Cluster, shared: dict[str, Any]
+) -> None:
+    await cluster.pair()
+    one, two = await replicas(cluster, shared)
+    chat = cluster.chat(one)
+    await chat.say()
+    await cluster.stop(one)
+    assert (await chat.say(via=two)).reuse.outcome == "hit"
+
+
+async def test_tenants_do_not_meet_in_a_shared_state(cluster: Cluster, shared: dict[str, Any]) -> None:
+    # A23, over two replicas.
+    await cluster.pair()
+    routers = await replicas(cluster, {**shared, "api_keys": KEYS})
+    one, two = (cluster.chat(routers[0], key=key) for key in (ACME, GUESTS))
+    for turn in range(4):
+        for chat in (one, two):
+            reuse = (await chat.say(f"{chat.key} {TEXT}", via=routers[turn % 2])).reuse
+            assert reuse.outcome == ("hit" if turn else "miss")
+    listed = (await cluster.get(routers[1], "/v1/conversations", key=GUESTS)).json["data"]
+    assert [each["tenant"] for each in listed] == ["guests"]
+    assert (await cluster.delete(routers[1], "/v1/conversations/chat-1", key=GUESTS)).status == 200
+    assert (await one.say(via=routers[1])).reuse.outcome == "hit"
+    assert (await two.say(via=routers[1])).reuse.reason == "new"
+
+
+# -- engines
+
+
+async def test_engines_posted_to_one_replica_reach_all(cluster: Cluster, shared: dict[str, Any]) -> None:
+    prefill, old = await cluster.pair()
+    routers = await replicas(cluster, shared)
+    chat = cluster.chat(routers[0])
+    await chat.say()
+    new = await cluster.engine("decode")
+    body = {
+        "engines": [{"role": each.role, "url": each.url, "events": each.events} for each in (prefill, new)]
+    }
+
+    async def have_all() -> bool:
+        await cluster.admin(
+            routers[1], "POST", "/admin/engines", body
+        )  # one that does not listen yet misses it
+        name = new.url.removeprefix("http://")
+        return all([each.name for each in router.pipeline.pool.of("decode")] == [name] for router in routers)
+
+    await eventually(have_all)
+    for router in routers:
+        await cluster.hears(router, new)
+    assert (await chat.say()).reuse.outcome == "hit"
+    assert (await chat.say(via=routers[1])).reuse.outcome == "hit"
+    await until(lambda: old.in_use == 0)
+
+
+# -- Redis is gone
+
+
+@pytest.mark.parametrize("how", ["killed", "hangs"])
+async def test_without_redis_there_is_service_and_no_reuse(cluster: Cluster, how: str) -> None:
+    _, decode = await cluster.pair(settings=PATIENT)
+    with redis_server() as redis:
+        router = await cluster.router(state=redis.url, state_timeout_s=0.3 if how == "hangs" else 5.0)
+        chat = cluster.chat(router)
+
+        async def hits() -> bool:
+            return (await chat.say("And then? " + TEXT)).reuse.outcome == "hit"
+
+        # A machine that is busy may make it wait.
+        await eventually(hits)
+        if how == "killed":
+            redis.kill()
+        else:
+            redis.pause()
+        for stream in (True, False):
+            assert (await chat.say(stream=stream)).reuse.reason == "state_unavailable"
+        fresh = cluster.chat(router, "chat-2")
+        assert (await fresh.say()).reuse.reason == "state_unavailable"
+        listing = await cluster.get(router, "/v1/conversations")
+        assert (listing.status, listing.error["code"]) == (503, "state_unavailable")
+        assert (await cluster.delete(router, "/v1/conversations/chat-1")).status == 503
+        lost = await cluster.metric(router, "records_lost_total", reason="state_unavailable")
+        assert lost > 0
+        chat.messages.clear()
+        fresh.messages.clear()
+        if how == "killed":
+            redis.start()
+        else:
+            redis.resume()
+        await eventually(hits)
+        assert (await cluster.get(router, "/v1/conversations")).status == 200
+        await cluster.stop(router)
+    assert decode.running == 0
+
+
+async def test_a_router_starts_without_redis_and_takes_it_when_it_comes(cluster: Cluster) -> None:
+    await cluster.pair()
+    redis = RedisServer()
+    try:
+        router = await cluster.router(state=redis.url)
+        chat = cluster.chat(router)
+        assert (await chat.say()).reuse.reason == "state_unavailable"
+        assert (await cluster.get(router, "/ready")).status == 200
+        redis.start()
+        chat.messages.clear()
+
+        async def hits() -> bool:
+            return (await chat.say()).reuse.outcome == "hit"
+
+        await eventually(hits)
+        await cluster.stop(router)
+    finally:
+        redis.close()
+
+
+# -- chains of responses
+
+
+class Chain:
+    """Responses that continue each other; every answer is compared with the right one."""
+
+    def __init__(self, cluster: Cluster, key: str = "") -> None:
+        self.cluster = cluster
+        self.key = key
+        self.histories: dict[str, list[dict[str, Any]]] = {}
+
+    async def ask(self, router: Router, text: str, previous: str | None = None) -> tuple[str, Answer]:
+        """One more, streamed: its id, and the answer."""
+        body: dict[str, Any] = {"input": text, "stream": True}
+        if previous is not None:
+            body["previous_response_id"] = previous
+        answer = await self.cluster.post(router, RESPONSES, body, key=self.key)
+        assert answer.status == 200, answer.raw
+        items = [*self.histories.get(previous or "", ()), user(text)]
+        right = expected({"input": items}, RESPONSES).text
+        response = answer.events[-1]["response"]
+        assert response["output"][0]["content"][0]["text"] == right
+        self.histories[response["id"]] = [*items, {"role": "assistant", "content": right}]
+        return response["id"], answer
+
+
+def conversation(answer: Answer) -> str:
+    return answer.headers["x-carryback-conversation"]
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+async def test_a_chain_of_responses_is_one_conversation(
+    cluster: Cluster, shared: dict[str, Any], is_shared: bool
+) -> None:
+    # A24
+    await cluster.pair()
+    settings = {**(shared if is_shared else {"held_event_wait_s": 20.0}), "api_keys": KEYS}
+    one, two = await replicas(cluster, settings) if is_shared else [await cluster.router(**settings)] * 2
+    chain = Chain(cluster, ACME)
+    r1, first = await chain.ask(one, TEXT)
+    r2, second = await chain.ask(two, TEXT, r1)
+    r3, third = await chain.ask(one, TEXT, r2)
+    assert conversation(first) == conversation(second) == conversation(third)
+    assert [each.reuse.outcome for each in (first, second, third)] == ["miss", "hit", "hit"]
+    # A second continuation is a fork, at whichever router, and the first one is as it was.
+    fork, forked = await chain.ask(two, f"Or rather. {TEXT}", r1)
+    assert conversation(forked) != conversation(first)
+    view = await cluster.conversation(one, conversation(forked), key=ACME)
+    assert view["parent"] == conversation(first)
+    _, on_fork = await chain.ask(one, TEXT, fork)
+    assert (conversation(on_fork), on_fork.reuse.outcome) == (conversation(forked), "hit")
+    _, fourth = await chain.ask(two, TEXT, r3)
+    assert (conversation(fourth), fourth.reuse.outcome) == (conversation(first), "hit")
+    # Made up, or another tenant's: one cannot tell which.
+    errors = []
+    for router in (one, two):
+        for key, previous in ((ACME, "resp_made_up"), (GUESTS, r2)):
+            body = {"input": "Hi", "previous_response_id": previous}
+            answer = await cluster.post(router, RESPONSES, body, key=key)
+            assert answer.status == 404
+            assert answer.error["code"] == "response_not_found"
+            errors.append(answer.raw.replace(previous.encode(), b""))
+            assert (await cluster.get(router, f"/v1/responses/{previous}", key=key)).status == 404
+    assert len(set(errors)) == 1
+    kept = (await cluster.get(two, f"/v1/responses/{r1}", key=ACME)).json
+    assert (kept["id"], kept["status"]) == (r1, "completed")
+
+
+async def test_a_chain_outlives_the_router_that_began_it(cluster: Cluster, shared: dict[str, Any]) -> None:
+    await cluster.pair()
+    one = await cluster.router(**shared)
+    chain = Chain(cluster)
+    r1, first = await chain.ask(one, TEXT)
+    await cluster.stop(one)
+    two = await cluster.router(**shared)
+    _, second = await chain.ask(two, TEXT, r1)
+    assert (conversation(second), second.reuse.outcome) == (conversation(first), "hit")
+
+
+async def test_rates_are_counted_over_all_replicas(
+    cluster: Cluster, shared: dict[str, Any], tmp_path: Any
+) -> None:
+    await cluster.pair()
+    file = tmp_path / "tenants.yaml"
+    file.write_text(f"tenants: [{{name: acme, keys: [{ACME}], requests_per_minute: 4}}]")
+    routers = await replicas(cluster, {**shared, "tenants_file": file})
+    body = {"messages": [user("Hi")]}
+    statuses = [(await cluster.post(routers[n % 2], CHAT, body, key=ACME)).status for n in range(6)]
+    assert statuses == [200, 200, 200, 200, 429, 429]
