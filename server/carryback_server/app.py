@@ -168,7 +168,9 @@ class Router:
             status = error.status
             problems = {404: "there is no such endpoint", 405: "the endpoint does not take this method"}
             message = f"{request.method} {request.path}: {problems.get(status, error.reason)}"
-            response = error_response(request.path, ApiError(status, message, code="unknown_endpoint"), {})
+            allowed = {name: value for name, value in error.headers.items() if name == "Allow"}
+            problem = ApiError(status, message, code="unknown_endpoint", headers=allowed)
+            response = error_response(request.path, problem, {})
         except ConnectionResetError:
             # Nobody reads it; but what is raised here, aiohttp logs as an error of ours.
             response = web.Response(status=status)
