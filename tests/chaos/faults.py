@@ -1,0 +1,125 @@
+"""What goes wrong, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+
+from chaos.processes import Cluster, Program
+from chaos.verdict import Report
+
+# A process that is killed is away for so long at most, besides its start; one that hangs, for so long.
+MAX_DOWN_S = 3.0
+MAX_PAUSE_S = 7.0
+# Between a snapshot of Redis and the end of the server, which then comes back with old records.
+MAX_SNAPSHOT_AGE_S = 3.0
+
+# Of the seven, out at the same time; a slow machine takes long to bring one back.
+MAX_OUT = 3
+
+Fault = tuple[str, Callable[[], Coroutine[None, None, None]], str]
+"Of whom, what happens, and its name."
+
+
+class Faults:
+    """Kills and revives, until it is stopped.
+
+    Args:
+        every_s: mean time between two faults, in seconds.
+    """
+
+    def __init__(self, cluster: Cluster, rng: random.Random, report: Report, every_s: float) -> None:
+        self._cluster = cluster
+        self._rng = rng
+        self._report = report
+        self._every_s = every_s
+        self._out: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self, seconds: float, count: int | None) -> None:
+        """Faults for so long, or so many; return when all that was out is back."""
+        deck: list[Fault] = []
+        deadline = time.monotonic() + seconds
+        done = 0
+        while time.monotonic() < deadline and (count is None or done < count):
+            await asyncio.sleep(min(self._rng.expovariate(1 / self._every_s), 4 * self._every_s))
+            deck = deck or self._shuffled()
+            at = next((index for index, fault in enumerate(deck) if fault[0] not in self._out), None)
+            if at is None or len(self._out) >= MAX_OUT:
+                continue
+            victim, happens, name = deck.pop(at)
+            self._report.event(f"{name} {victim}")
+            self._out[victim] = asyncio.create_task(self._one(victim, happens))
+            done += 1
+        if self._out:
+            await asyncio.wait(list(self._out.values()))
+
+    async def _one(self, victim: str, happens: Callable[[], Coroutine[None, None, None]]) -> None:
+        try:
+            await happens()
+        except Exception as error:  # noqa: BLE001
+            self._report.failures.append(f"{victim} did not come back: {error!r}")
+        finally:
+            del self._out[victim]
+
+    def _shuffled(self) -> list[Fault]:
+        faults: list[Fault] = []
+
+        def add(victim: str, name: str, happens: Callable[[], Coroutine[None, None, None]]) -> None:
+            faults.append((victim, happens, name))
+
+        for program in self._cluster.programs:
+            for _ in range(3):
+                add(program.name, "kill", partial(self._end, program, signal.SIGKILL))
+            add(program.name, "pause", partial(self._pause, program))
+        for router in self._cluster.routers:
+            add(router.name, "stop", partial(self._end, router, signal.SIGTERM))
+        for _ in range(3):
+            add("redis", "empty", self._empty_redis)
+            add("redis", "set back", self._set_back_redis)
+        add("redis", "pause", self._pause_redis)
+        self._rng.shuffle(faults)
+        return faults
+
+    async def _end(self, program: Program, number: signal.Signals) -> None:
+        program.end(number)
+        await program.ended()
+        await asyncio.sleep(self._rng.uniform(0, MAX_DOWN_S))
+        await program.start()
+
+    async def _pause(self, program: Program) -> None:
+        program.pause()
+        try:
+            await asyncio.sleep(self._rng.uniform(0.5, MAX_PAUSE_S))
+        finally:
+            program.resume()
+
+    async def _empty_redis(self) -> None:
+        """It dies, and what it knew is lost."""
+        folder = self._cluster.redis.client.config_get("dir")["dir"]
+        await self._restart_redis(Path(str(folder)))
+
+    async def _set_back_redis(self) -> None:
+        """It dies, and comes back from a snapshot: with records that were used since."""
+        await asyncio.to_thread(self._cluster.redis.client.save)
+        await asyncio.sleep(self._rng.uniform(0.2, MAX_SNAPSHOT_AGE_S))
+        await self._restart_redis(None)
+
+    async def _restart_redis(self, wipe: Path | None) -> None:
+        redis = self._cluster.redis
+        await asyncio.to_thread(redis.kill)
+        if wipe is not None:
+            (wipe / "dump.rdb").unlink(missing_ok=True)
+        await asyncio.sleep(self._rng.uniform(0, MAX_DOWN_S))
+        await asyncio.to_thread(redis.start)
+
+    async def _pause_redis(self) -> None:
+        self._cluster.redis.pause()
+        try:
+            await asyncio.sleep(self._rng.uniform(0.5, MAX_PAUSE_S))
+        finally:
+            self._cluster.redis.resume()
