@@ -159,11 +159,11 @@ def prompts_of(path: str, body: Mapping[str, Any]) -> list[Prompt]:
         if isinstance(prompt, str):
             return [Prompt(token_ids(prompt), prompt)]
         if isinstance(prompt, list) and prompt:
-            if all(isinstance(each, int) for each in prompt):
+            if _are_tokens(prompt):
                 return [Prompt(list(prompt))]
             if all(isinstance(each, str) for each in prompt):
                 return [Prompt(token_ids(each), each) for each in prompt]
-            if all(isinstance(each, list) for each in prompt):
+            if all(_are_tokens(each) for each in prompt):
                 return [Prompt(list(each)) for each in prompt]
         raise Invalid("prompt must be a text, token ids, or a list of either", "prompt")
     messages = {CHAT: _chat, RESPONSES: _responses, MESSAGES: _anthropic}[path](body)
@@ -172,6 +172,10 @@ def prompts_of(path: str, body: Mapping[str, Any]) -> list[Prompt]:
     text += "".join(message.rendered() for message in messages) + "<|assistant|>"
     call, is_named = _call(body, messages, tools)
     return [Prompt(token_ids(text), text, call, is_named)]
+
+
+def _are_tokens(value: object) -> bool:
+    return isinstance(value, list) and all(type(each) is int and 0 <= each < 2**32 for each in value)
 
 
 def _items(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
