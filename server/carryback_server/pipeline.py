@@ -302,6 +302,9 @@ class Pipeline:
                 f"the body is larger than {self._config.max_body_bytes} bytes, the router's max_body_bytes"
             )
             raise ApiError(413, message, code="body_too_large") from error
+        except web.RequestPayloadError as error:
+            message = "the body cannot be read: its Content-Encoding or its chunks are wrong"
+            raise ApiError(400, message, code="invalid_body") from error
         except TimeoutError as error:
             message = f"the body did not come within {self._config.body_timeout_s:g} s (body_timeout_s)"
             raise ApiError(408, message, code="body_timeout") from error
