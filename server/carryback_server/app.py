@@ -254,10 +254,12 @@ class Router:
         return _json({"object": "list", "data": [each.view() for each in self.pipeline.pool.engines]})
 
     async def _set_engines(self, request: web.Request) -> web.Response:
-        data = await request.read()
         try:
+            data = await request.read()
             engines = _engines.validate_python(msgspec.json.decode(data, type=dict[str, Any])["engines"])
-        except (msgspec.MsgspecError, KeyError) as error:
+        except (
+            msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, web.RequestPayloadError
+        ) as error:  # fmt: skip
             message = 'want {"engines": [{"role": ..., "url": ..., "events": ...}, ...]}'
             raise ApiError(400, message, code="invalid_engines", param="engines") from error
         except ValidationError as error:

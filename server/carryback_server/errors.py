@@ -79,7 +79,7 @@ class HideMalformed(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Replace such a record's exception by its kind."""
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
-        if isinstance(error, HttpProcessingError):
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
             record.msg, record.args = "a request that is not HTTP (%s)", (type(error).__name__,)
             record.exc_info = record.exc_text = None
         return True
