@@ -9,7 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -449,7 +449,7 @@ class Pipeline:
                     content = await reply.read()
             finally:
                 trip.entry.prefill_s += time.monotonic() - sent
-            if reply.status >= 500:
+            if reply.status != 200 and not 400 <= reply.status < 500:
                 said = content[:500].decode(errors="replace")
                 raise EngineDown(engine, f"status {reply.status}", is_over=True, said=said)
         if reply.status != 200:
@@ -599,16 +599,19 @@ def _headers(request: web.Request, who: Who) -> dict[str, str]:
 
 
 def _prefilled(answer: dict[str, Any], engine: Engine, had_record: bool, why_none: str) -> Prefilled:
-    params = answer.get("kv_transfer_params")
-    report = params.pop("carryback_reuse", None) if isinstance(params, dict) else None
-    if not isinstance(params, dict) or not isinstance(report, dict):
+    given = answer.get("kv_transfer_params")
+    params: dict[str, Any] = given if isinstance(given, dict) else {}
+    reuse = None
+    with suppress(msgspec.ValidationError):
+        reuse = msgspec.convert(params.pop("carryback_reuse", None), Reuse)
+    if reuse is None or not reuse.reason.isidentifier():
         logger.error(
             "prefill engine %s runs without carryback's plug-in: nothing is transferred", engine.name
         )
         return Prefilled(Reuse("miss", 0, "no_plugin"))
-    if report["reason"] == "no_record" and not had_record:
-        report["reason"] = why_none
-    return Prefilled(Reuse(**report), params if params.get("remote_block_ids") else {}, engine)
+    if reuse.reason == "no_record" and not had_record:
+        reuse = replace(reuse, reason=why_none)
+    return Prefilled(reuse, params if params.get("remote_block_ids") else {}, engine)
 
 
 def _excerpt(answer: Answer) -> str:
