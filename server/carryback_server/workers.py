@@ -44,7 +44,7 @@ async def run(count: int, argv: Sequence[str], stop: asyncio.Event, on_ready: Ca
 
         def hang_up() -> None:
             for worker in workers:
-                worker.signal(signal.SIGHUP)
+                worker.hang_up()
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
         keeping = [asyncio.create_task(worker.keep()) for worker in workers]
@@ -71,6 +71,8 @@ class _Worker:
         self._environ = {**os.environ, WORKER: str(number), METRICS_FOLDER: folder}
         self._process: asyncio.subprocess.Process | None = None
         self._is_ending = False
+        self._listens = False
+        self._is_to_reload = False
         self.ready = asyncio.Event()
 
     async def keep(self) -> None:
@@ -83,8 +85,12 @@ class _Worker:
             )  # fmt: skip
             assert process.stdout is not None
             if await process.stdout.readline():
+                self._listens = True
                 self.ready.set()
+                if self._is_to_reload:
+                    self.hang_up()
             status = await process.wait()
+            self._listens = False
             mark_process_dead(process.pid, self._environ[METRICS_FOLDER])  # type: ignore[no-untyped-call]
             if self._is_ending:
                 return
@@ -97,6 +103,12 @@ class _Worker:
         """Ask it to finish what it does, and to end."""
         self._is_ending = True
         self.signal(signal.SIGTERM)
+
+    def hang_up(self) -> None:
+        """Have it read its configuration again. While it starts, SIGHUP would end it: it is told later."""
+        self._is_to_reload = not self._listens
+        if self._listens:
+            self.signal(signal.SIGHUP)
 
     def signal(self, number: int) -> None:
         """Send it a signal, if it runs."""
