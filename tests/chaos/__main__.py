@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--every-s", type=float, default=3.0, help="mean time between two faults")
-    parser.add_argument("--faults", type=int, help="how many at most")
+    parser.add_argument("--faults", type=int, help="how many, whatever time they take")
     parser.add_argument("--folder", type=Path, help="for logs; a new one unless given")
     parser.add_argument("--json", type=Path, help="a file for the report")
     args = parser.parse_args()

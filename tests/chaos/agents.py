@@ -60,6 +60,11 @@ _WORDS = [
 _SCHEMA = {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}
 
 
+# A response to be continued, and how many items of the history it stands for.
+Previous = tuple[str, int]
+NONE: Previous = ("", 0)
+
+
 @dataclass(frozen=True)
 class Item:
     """A part of a conversation.
@@ -100,8 +105,7 @@ class Agent:
         self._chains = self._path == RESPONSES and rng.random() < 0.6
         self._system = f"You are agent {seed}. {self._words(rng.randint(20, 120))}"
         self._history: list[Item] = []
-        # The newest response, and how much of the history it stands for.
-        self._previous = ("", 0)
+        self._previous = NONE
         self._answered = 0
 
     async def run(self) -> None:
@@ -125,9 +129,9 @@ class Agent:
         others = []
         if not asks_tool and rng.random() < 0.07:
             fork = [*self._history[:-1], self._question(False)]
-            others = [asyncio.create_task(self._ask(fork, number, 1))]
+            others = [asyncio.create_task(self._ask(fork, number, 1, self._previous))]
         step = 1
-        while (said := await self._ask(self._history, number, step, ends=ends)) is not None:
+        while (said := await self._ask(self._history, number, step, self._previous, ends=ends)) is not None:
             self._history.append(Item("assistant", said.text, said.call))
             if said.id and self._chains:
                 self._previous = said.id, len(self._history)
@@ -140,7 +144,7 @@ class Agent:
             self._report.given_up += 1
             while self._history and (self._history[-1].role != "assistant" or self._history[-1].call):
                 self._history.pop()
-            self._forget_previous()
+            self._previous = NONE
         for other in others:
             await other
 
@@ -155,10 +159,7 @@ class Agent:
             del self._history[at:]  # the user goes back
         else:
             self._history[at] = self._question(False)  # an agent that shortens what it remembers
-        self._forget_previous()
-
-    def _forget_previous(self) -> None:
-        self._previous = "", 0
+        self._previous = NONE
 
     def _question(self, asks_tool: bool) -> Item:
         words = self._words(self._rng.randint(10, 80))
@@ -169,7 +170,9 @@ class Agent:
 
     # -- requests
 
-    async def _ask(self, history: list[Item], number: int, step: int, *, ends: bool = False) -> Said | None:
+    async def _ask(
+        self, history: list[Item], number: int, step: int, previous: Previous, *, ends: bool = False
+    ) -> Said | None:
         """An answer, by whichever router gives one; None if none does."""
         fields: dict[str, Any] = {"stream": self._rng.random() < 0.6}
         if self._path == MESSAGES:
@@ -180,14 +183,14 @@ class Agent:
         if self._rng.random() < 0.3:
             self._router = self._rng.choice(self._routers)
         for tries in range(TRIES):
-            said = await self._try(history, fields, headers)
+            said = await self._try(history, fields, headers, previous)
             if said.has_ended and not said.problem:
                 self._answered += 1
                 return said
             if said.problem:
                 return None
             if said.error == "response_not_found":
-                self._forget_previous()
+                previous = NONE
             self._router = self._routers[(self._routers.index(self._router) + 1) % len(self._routers)]
             await asyncio.sleep(min(0.1 * 2**tries, 2.0))
         return None
@@ -204,6 +207,7 @@ class Agent:
             self._history,
             {"stream": True, **({"max_tokens": 200} if self._path == MESSAGES else {})},
             self._headers(number, 1),
+            self._previous,
             leave_after_s=self._rng.uniform(0.0, 1.2),
         )
 
@@ -214,7 +218,7 @@ class Agent:
         """One request to one router, judged."""
         router, started = self._router, time.monotonic()
         body = {"model": "stub", **self._body(history), **fields}
-        sent = self._chained(body, history)
+        sent = _chained(body, previous)
         received = bytearray()
         reuse = ""
         said = Said()
@@ -276,12 +280,11 @@ class Agent:
             body = {"system": self._system, "messages": [_message(item) for item in history]}
         return {**body, "tools": tools} if self._has_tools else body
 
-    def _chained(self, body: dict[str, Any], history: list[Item]) -> dict[str, Any]:
-        """The body with all that the newest response stands for left out, if the agent works so."""
-        name, covered = self._previous
-        if not name:
-            return body
-        return {**body, "previous_response_id": name, "input": body["input"][covered:]}
+
+def _chained(body: dict[str, Any], previous: Previous) -> dict[str, Any]:
+    """The body without what the response stands for, which is named instead, if there is one."""
+    name, covered = previous
+    return {**body, "previous_response_id": name, "input": body["input"][covered:]} if name else body
 
 
 def _chat_message(item: Item) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -41,9 +43,9 @@ class Faults:
         self._out: dict[str, asyncio.Task[None]] = {}
 
     async def run(self, seconds: float, count: int | None) -> None:
-        """Faults for so long, or so many; return when all that was out is back."""
+        """Faults for so long, or, if it is given, so many; return when all that was out is back."""
         deck: list[Fault] = []
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds if count is None else math.inf
         done = 0
         while time.monotonic() < deadline and (count is None or done < count):
             await asyncio.sleep(min(self._rng.expovariate(1 / self._every_s), 4 * self._every_s))
@@ -67,22 +69,25 @@ class Faults:
             del self._out[victim]
 
     def _shuffled(self) -> list[Fault]:
-        faults: list[Fault] = []
-
-        def add(victim: str, name: str, happens: Callable[[], Coroutine[None, None, None]]) -> None:
-            faults.append((victim, happens, name))
-
+        """All faults, in rounds: one of a prefill engine, a decode engine, a router and Redis in each."""
+        groups = defaultdict[str, list[Fault]](list)
         for program in self._cluster.programs:
-            for _ in range(3):
-                add(program.name, "kill", partial(self._end, program, signal.SIGKILL))
-            add(program.name, "pause", partial(self._pause, program))
+            group = groups[program.name.rstrip("0123456789")]
+            kill = (program.name, partial(self._end, program, signal.SIGKILL), "kill")
+            group += [kill] * 3 + [(program.name, partial(self._pause, program), "pause")]
         for router in self._cluster.routers:
-            add(router.name, "stop", partial(self._end, router, signal.SIGTERM))
-        for _ in range(3):
-            add("redis", "empty", self._empty_redis)
-            add("redis", "set back", self._set_back_redis)
-        add("redis", "pause", self._pause_redis)
-        self._rng.shuffle(faults)
+            groups["router"].append((router.name, partial(self._end, router, signal.SIGTERM), "stop"))
+        groups["redis"] = [
+            *[("redis", self._empty_redis, "empty"), ("redis", self._set_back_redis, "set back")] * 3,
+            ("redis", self._pause_redis, "pause"),
+        ]
+        for group in groups.values():
+            self._rng.shuffle(group)
+        faults: list[Fault] = []
+        while any(groups.values()):
+            now = [group.pop() for group in groups.values() if group]
+            self._rng.shuffle(now)
+            faults += now
         return faults
 
     async def _end(self, program: Program, number: signal.Signals) -> None:

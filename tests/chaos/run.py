@@ -44,7 +44,7 @@ class Plan:
     Attributes:
         seconds: that conversations take together.
         every_s: mean time between two faults.
-        faults: how many at most; None: as many as come.
+        faults: how many; None: as many as come in three quarters of the time.
     """
 
     seconds: float = 300.0
@@ -69,6 +69,7 @@ async def run(plan: Plan, folder: Path) -> Report:
             faults = asyncio.create_task(_fail(plan, cluster, rng, report))
             await _talk(plan, cluster, rng, session, report)
             await faults
+            report.phase = "calm"
             await _talk(_calm(plan), cluster, rng, session, report)
             try:
                 await _let_go(cluster, session, report)

@@ -44,7 +44,7 @@ class Report:
 
     Attributes:
         failures: what must not be.
-        phase: `before`, `during` or `after` the faults.
+        phase: `before`, `during` or `after` the faults, or `calm`: the conversations that begin after them.
         given_up: turns that got no answer in all of their tries.
     """
 
@@ -93,13 +93,13 @@ class Report:
 
     def judge(self) -> None:
         """Look at the whole: reuse has to come back once nothing fails any more."""
-        before, after = (self.phases.get(each, Span()) for each in ("before", "after"))
+        before, calm = (self.phases.get(each, Span()) for each in ("before", "calm"))
         self.facts["hit_share"] = {name: round(span.hit_share, 3) for name, span in self.phases.items()}
-        if not after.reuse["hit"]:
+        if not calm.reuse["hit"]:
             self.failures.append("nothing was reused after the faults")
-        elif before.reuse.total() > 50 and after.hit_share < before.hit_share - 0.25:
+        elif before.reuse.total() > 50 and calm.hit_share < before.hit_share - 0.25:
             self.failures.append(
-                f"reuse did not come back: {before.hit_share:.0%} before, {after.hit_share:.0%} after"
+                f"reuse did not come back: {before.hit_share:.0%} before, {calm.hit_share:.0%} after"
             )
 
     def table(self) -> str:

@@ -11,8 +11,8 @@ async def test_every_request_ends_in_a_right_answer_or_a_clear_error_while_proce
     tmp_path: Path,
 ) -> None:
     """No record is used twice, nothing stays pinned, and reuse comes back."""
-    plan = chaos.Plan(seconds=15, conversations=16, turns=4, seed=7, every_s=1.0, faults=6)
+    plan = chaos.Plan(seconds=12, conversations=12, turns=4, seed=7, every_s=1.0, faults=4)
     report = await chaos.run(plan, tmp_path)
     assert not report.failures, report.table()
-    assert report.faults.total() == 6
-    assert report.conversations == 16
+    assert report.faults.total() == 4
+    assert report.conversations > 12
