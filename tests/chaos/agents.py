@@ -212,7 +212,7 @@ class Agent:
         )
 
     async def _try(
-        self, history: list[Item], fields: dict[str, Any], headers: dict[str, str],
+        self, history: list[Item], fields: dict[str, Any], headers: dict[str, str], previous: Previous,
         leave_after_s: float | None = None,
     ) -> Said:  # fmt: skip
         """One request to one router, judged."""
