@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import tempfile
 from dataclasses import fields
@@ -29,6 +30,7 @@ def main() -> None:
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos"))
     folder.mkdir(parents=True, exist_ok=True)
     plan = chaos.Plan(**{field.name: getattr(args, field.name) for field in fields(chaos.Plan)})
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is ended
     report = asyncio.run(chaos.run(plan, folder))
     print(report.table())
     print(f"seed {plan.seed}, logs in {folder}")
