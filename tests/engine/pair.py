@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,16 @@ class Answer:
 
 
 class Client:
-    """Talks to a router as any HTTP client would."""
+    """Talks to a router as any HTTP client would.
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+    Args:
+        admin_url: where its operators look.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, admin_url: str) -> None:
         self.session = session
         self.url = url
+        self.admin_url = admin_url
 
     async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
         """A request; its answer, streamed or not, put together."""
@@ -88,6 +93,19 @@ class Client:
                     if not answer.first:
                         answer.first = {top["token"]: top["logprob"] for top in token["top_logprobs"]}
         return answer
+
+    async def metrics(self) -> dict[str, float]:
+        """The router's metrics, by name and labels as they are printed."""
+        async with self.session.get(self.admin_url + "/metrics") as response:
+            text = await response.text()
+        samples = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in samples}
+
+    async def engine(self, role: str) -> dict[str, Any]:
+        """What the router says of an engine, the only one of its role."""
+        async with self.session.get(self.admin_url + "/admin/engines") as response:
+            (view,) = [each for each in (await response.json())["data"] if each["role"] == role]
+        return view
 
     async def chat(
         self,
@@ -141,12 +159,35 @@ class Pair:
     ) -> AsyncIterator[Client]:
         """A router of its own in front of the engines, and a client of it."""
         configs = engines or [command.engine() for command in self.commands]
-        router = Router(RouterConfig(engines=configs, port=0, **settings))
+        router = Router(RouterConfig(engines=configs, port=0, **{"log_format": "off", **settings}))
         await router.start()
         try:
-            yield Client(self.session, router.url)
+            yield Client(self.session, router.url, router.admin_url)
         finally:
             await router.stop()
+
+    def another(
+        self, role: str, name: str, *args: str, env: Mapping[str, str] | None = None
+    ) -> EngineCommand:
+        """The command of one more engine like the one of a role, on ports of its own.
+
+        Args:
+            args: more arguments for vLLM.
+            env: more variables.
+        """
+        like = next(command for command in self.commands if command.role == role)
+        http, events, side_channel = free_ports(3)
+        address = f"tcp://127.0.0.1:{events}"
+        argv = [word.replace(like.events, address) for word in like.argv]
+        argv[argv.index("--port") + 1] = str(http)
+        return replace(
+            like,
+            name=name,
+            url=f"http://127.0.0.1:{http}",
+            events=address,
+            argv=[*argv, *args],
+            env={**like.env, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel), **(env or {})},
+        )
 
     @contextmanager
     def paused(self, *roles: str) -> Iterator[None]:

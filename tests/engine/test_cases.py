@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import re
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,7 +14,7 @@ from aiohttp import web
 from carryback_server.config import EngineConfig
 from carryback_server.launch import free_ports
 from carryback_vllm.seal import Sealer
-from pair import KEY, NAME, Answer, Client, Pair, document
+from pair import KEY, NAME, Client, Pair, document
 
 
 def prompt(seed: int, sentences: int = 20) -> list[dict[str, Any]]:
@@ -68,11 +67,10 @@ async def test_a4_lease_ended_before_the_read(pair: Pair, client: Client, stream
         # The prefill engine's blocks are free again: overwrite them.
         await asyncio.gather(*(client.chat(prompt(seed), reuse=False, tokens=1) for seed in range(50, 58)))
         answer = await call
-        async with pair.session.get(late.url + "/metrics") as response:
-            metrics = await response.text()
+        metrics = await late.metrics()
     await delay.runner.cleanup()
     answer.assert_same(await client.chat(prompt(1), reuse=False))
-    assert re.search(r'carryback_retries_total\{hop="decode",reason="down"\} 1.0', metrics)
+    assert metrics['carryback_retries_total{hop="decode",reason="down"}'] == 1
 
 
 async def stolen_record(pair: Pair, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -187,42 +185,6 @@ async def test_a6_a_stream_is_passed_on_as_it_comes(pair: Pair, client: Client) 
     messages = [*prompt(6), {"role": "assistant", "content": text}, *prompt(7, 2)]
     following = await client.chat(messages, "a6", stream=True)
     assert following.reuse.outcome == "hit"
-
-
-def assert_clean(answer: Answer, pair: Pair) -> None:
-    """Assert that nothing of the engines' business is in what a client got."""
-    for secret in (b"remote_", b"block_ids", b"carryback", b"engine_id"):
-        assert secret not in answer.raw
-    for command in pair.commands:
-        for address in (command.url, command.events, command.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]):
-            assert address not in str(answer.headers)
-            assert address.encode() not in answer.raw or address.isdigit()
-    assert not re.search(rb'"kv_transfer_params": ?[^n]', answer.raw)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_a7_all_forms_reuse_and_none_tells(pair: Pair, client: Client, path: str, stream: bool) -> None:
-    headers = {"X-Conversation-ID": uuid.uuid4().hex}
-    text = document(8, 20)
-    for turn in range(3):
-        body: dict[str, Any] = {
-            "model": NAME,
-            "max_tokens": 16,
-            "min_tokens": 16,
-            "temperature": 0,
-            "stream": stream,
-        }
-        if path == "/v1/completions":
-            body["prompt"] = text
-        else:
-            body["messages"] = [{"role": "user", "content": text}]
-        answer = await client.post(path, body, headers)
-        assert answer.status == 200
-        assert answer.reuse.outcome == ("miss" if turn == 0 else "partial" if "chat" in path else "hit")
-        assert answer.reuse.tokens >= (0 if turn == 0 else 700)
-        assert_clean(answer, pair)
-        text += (answer.text if path == "/v1/completions" else "") + document(turn, 3)
 
 
 async def test_a8_one_request_id_for_several_requests(client: Client) -> None:

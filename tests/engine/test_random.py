@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest_asyncio
-from carryback_server.launch import free_ports
 from carryback_server.supervisor import Engines
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from pair import KEY, Client, Pair, document
+from pair import Client, Pair, document
 
 Messages = list[dict[str, Any]]
 
@@ -89,27 +88,17 @@ async def test_random_histories(client: Client, edits: list[str], seed: int) -> 
 @pytest_asyncio.fixture(loop_scope="session")
 async def unverified(pair: Pair, tmp_path: Path) -> AsyncIterator[Client]:
     """A client of a router whose prefill engine trusts every record."""
-    prefill, decode = pair.commands
-    http, events, side_channel = free_ports(3)
+    decode = pair.commands[1]
+    mutant = pair.another("prefill", "unverified", env={"PYTHONPATH": str(Path(__file__).parent)})
     mutant = replace(
-        prefill,
-        name="unverified",
-        url=f"http://127.0.0.1:{http}",
-        events=f"tcp://127.0.0.1:{events}",
-        env={
-            **prefill.env,
-            "PYTHONPATH": str(Path(__file__).parent),
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
-            "CARRYBACK_KEY": KEY,
-        },
+        mutant,
         argv=[
-            word.replace("CarrybackConnector", "UnverifiedConnector")
-            .replace("carryback_vllm.connector", "unverified")
-            .replace(prefill.events, f"tcp://127.0.0.1:{events}")
-            for word in prefill.argv
+            word.replace("CarrybackConnector", "UnverifiedConnector").replace(
+                "carryback_vllm.connector", "unverified"
+            )
+            for word in mutant.argv
         ],
     )
-    mutant.argv[mutant.argv.index("--port") + 1] = str(http)
     with pair.paused("prefill"):
         async with Engines([mutant], log_dir=tmp_path) as engines:
             await engines.wait_ready()

@@ -10,8 +10,10 @@ from typing import Any
 import aiohttp
 import carryback
 import pytest
-from carryback_server.records import EXPIRY_MARGIN_S
+from carryback_server.hold import EXPIRY_MARGIN_S
 from pair import NAME, Client, Pair, document, eventually
+from test_reuse import TOOLS
+from tiny_model import no_whitespace
 
 
 def prompt(seed: int, sentences: int = 20) -> list[dict[str, Any]]:
@@ -85,6 +87,60 @@ async def test_time_to_live(pair: Pair) -> None:
         assert (answer.reuse.outcome, answer.reuse.reason) == ("miss", "expired")
 
 
+async def test_an_answer_that_calls_a_tool_is_held_for_the_tools_time(pair: Pair) -> None:
+    async with pair.router(hold_mid_turn_s=4) as client:
+        await pair.assert_unpinned()
+        conversation = uuid.uuid4().hex
+        answer = await client.chat(
+            prompt(6), conversation, tools=TOOLS, tool_choice="required", tokens=200, min_tokens=0,
+            logit_bias=no_whitespace(),
+        )  # fmt: skip
+        assert answer.body["choices"][0]["finish_reason"] == "tool_calls"
+        view = await viewed(client, conversation)
+        assert view["boundary"] == "mid_turn"
+        await pair.assert_unpinned("decode")
+        assert not await is_held(client, conversation)
+        following = await client.chat(prompt(6), conversation)
+        assert (following.reuse.outcome, following.reuse.reason) == ("miss", "expired")
+
+
+async def test_an_answer_that_stops_is_held_for_longer(pair: Pair) -> None:
+    async with pair.router(hold_mid_turn_s=4) as client:
+        await pair.assert_unpinned()
+        text = (await client.chat(prompt(7), reuse=False)).text
+        conversation = uuid.uuid4().hex
+        # vLLM itself takes this for an abort.
+        stop = text[10:14]
+        answer = await client.chat(prompt(7), conversation, stop=[stop], min_tokens=0)
+        assert answer.text == text[: text.index(stop)]
+        assert answer.body["choices"][0]["finish_reason"] == "stop"
+        await eventually(lambda: is_held(client, conversation), 10, "nothing is held")
+        view = await viewed(client, conversation)
+        assert view["boundary"] == "turn_end"
+        assert 100 < view["held"]["expires_in_s"] < 480
+        # What the router says of the engine is what the engine says of itself.
+        assert await pair.pinned("decode") > 0
+        await eventually(lambda: agree(pair, client), 10, "the router counts otherwise than the engine")
+        assert (await client.engine("decode"))["pinned_blocks"] == view["held"]["blocks"]
+        messages = [*prompt(7), {"role": "assistant", "content": answer.text}, *prompt(8, 2)]
+        following = await client.chat(messages, conversation)
+        assert following.reuse.outcome in ("hit", "partial")  # the stop string is not in the text
+        assert following.reuse.tokens >= answer.reuse.prompt_tokens // 32 * 32
+        following.assert_same(await client.chat(messages, reuse=False))
+
+
+async def viewed(client: Client, conversation: str) -> dict[str, Any]:
+    async with client.session.get(f"{client.url}/v1/conversations/{conversation}") as response:
+        view: dict[str, Any] = await response.json()
+        return view
+
+
+async def agree(pair: Pair, client: Client) -> bool:
+    engine = await client.engine("decode")
+    share = engine["pinned_blocks"] / engine["capacity_blocks"]
+    return abs(share - await pair.pinned("decode")) < 0.5 / engine["capacity_blocks"]
+
+
 async def test_each_turn_is_held_anew(pair: Pair) -> None:
     # A23: a lifetime that is set on the first turn only would have ended by the last one.
     hold_s = 16
@@ -100,17 +156,19 @@ async def test_each_turn_is_held_anew(pair: Pair) -> None:
             assert answer.reuse.outcome == "hit", turn
 
 
+@pytest.mark.parametrize("stop", [None, "no such text"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves(pair: Pair, stream: bool) -> None:
+async def test_a_client_that_leaves(pair: Pair, stream: bool, stop: str | None) -> None:
     # A16
     async with pair.router() as client:
         await pair.assert_unpinned()
         conversation = uuid.uuid4().hex
         body = {
             "model": NAME, "messages": prompt(4), "max_tokens": 2000, "min_tokens": 2000, "stream": stream,
+            "stop": stop,
         }  # fmt: skip
         headers = {"X-Conversation-ID": conversation}
-        for _ in range(5):
+        for _ in range(3):
             async with aiohttp.ClientSession() as session:
                 if stream:
                     async with session.post(
@@ -173,15 +231,13 @@ async def test_metrics_tell_what_is_held(pair: Pair) -> None:
     async with pair.router() as client:
         conversation = uuid.uuid4().hex
         await held(pair, client, conversation)
-        async with client.session.get(f"{client.url}/metrics") as response:
-            text = await response.text()
-        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        assert float(values["carryback_held_records"]) == 1
-        assert float(values["carryback_held_tokens"]) > 0
-        assert float(values['carryback_reuse_total{outcome="miss",reason="new"}']) == 1
-        assert float(values['carryback_prompt_tokens_total{source="recomputed"}']) > 500
-        assert float(values['carryback_time_to_first_token_seconds_count{outcome="miss"}']) == 1
-        assert float(values['carryback_engine_up{engine="decode",role="decode"}']) == 1
+        values = await client.metrics()
+        assert values['carryback_held_records{engine="decode"}'] == 1
+        assert values['carryback_held_tokens{engine="decode"}'] > 0
+        assert values['carryback_reuse_total{outcome="miss",reason="new"}'] == 1
+        assert values['carryback_prompt_tokens_total{source="recomputed"}'] > 500
+        assert values['carryback_time_to_first_token_seconds_count{outcome="miss"}'] == 1
+        assert values['carryback_engine_up{engine="decode",role="decode"}'] == 1
         async with client.session.get(f"{client.url}/v1/conversations") as response:
             listing = json.loads(await response.read())
         assert [each["id"] for each in listing["data"]] == [conversation]
