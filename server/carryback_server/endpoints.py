@@ -234,7 +234,11 @@ class Watch:
             self._last += piece
             return self._has_last_end()
         if not self._is_whole:
-            piece = self._pieces.pop() + piece
+            before = self._pieces.pop()
+            if len(before) > TAIL_BYTES:
+                # No more than that is copied again with each piece. What is left does not begin a line.
+                before = b"." + before[-TAIL_BYTES:]
+            piece = before + piece
         self._is_whole = piece.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
         self._pieces.append(piece)
         for word in self._words:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -137,6 +136,10 @@ class Relay:
         except UpstreamError as error:
             if not self._has_ended:
                 late = isinstance(error, IdleTimeout)
+                if late and self._drain is not None and self._transport is not None:
+                    # It is the client that took nothing for too long. It would not take an error either.
+                    self._transport.abort()
+                    raise ConnectionResetError("the client takes nothing") from error
                 message = "sent nothing for too long (idle_timeout_s)" if late else "broke off"
                 problem = ApiError(
                     502, f"the decode engine {message}; the answer is not complete", code="engine_lost"
@@ -175,10 +178,7 @@ class Relay:
         return False
 
     async def _wait_for_client(self, transport: asyncio.WriteTransport) -> None:
-        deadline = time.monotonic() + self._idle_timeout_s
-        while (  # noqa: ASYNC110  (it has no event)
-            transport.get_write_buffer_size() > MAX_UNSENT_BYTES // 2 and time.monotonic() < deadline
-        ):
+        while transport.get_write_buffer_size() > MAX_UNSENT_BYTES // 2:  # noqa: ASYNC110  (it has no event)
             await asyncio.sleep(_UNSENT_POLL_S)
         self._drain = None
         self._reply.resume()
