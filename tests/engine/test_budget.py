@@ -55,7 +55,7 @@ class Load:
         name = uuid.uuid4().hex if number % 2 else None
         messages: list[dict[str, Any]] = []
         for turn in range(TURNS):
-            messages.append({"role": "user", "content": document(100 * number + turn, 2 if turn else 5)})
+            messages.append({"role": "user", "content": document(100 * number + turn, 1 if turn else 3)})
             answer = await self._ask(messages, name)
             messages.append({"role": "assistant", "content": answer.text})
             if turn:

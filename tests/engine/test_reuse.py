@@ -200,27 +200,6 @@ async def test_tool_calls_and_the_step_behind_them(client: Client, stream: bool)
     await assert_right(client, messages, following, tools=TOOLS, tool_choice="none")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_completions_reuse_too(client: Client, stream: bool) -> None:
-    headers = {"X-Conversation-ID": new_id()}
-    body = {
-        "model": NAME,
-        "prompt": document(9, 20),
-        "max_tokens": 32,
-        "min_tokens": 32,
-        "temperature": 0,
-        "stream": stream,
-    }
-    answer = await client.post("/v1/completions", body, headers)
-    assert answer.reuse.outcome == "miss"
-    body["prompt"] += answer.text + " Next: " + document(10, 2)
-    following = await client.post("/v1/completions", body, headers)
-    assert following.reuse.outcome == "hit"
-    assert following.reuse.tokens == (answer.reuse.prompt_tokens + 31) // BLOCK * BLOCK
-    recomputed = await client.post("/v1/completions", body, {"X-Carryback-Reuse": "off"})
-    assert following.text == recomputed.text
-
-
 async def test_a_client_that_sends_no_id_is_recognised(client: Client) -> None:
     messages, answer = await first_turn(client, None, seed=11)
     assert answer.headers["X-Carryback-Conversation"]
