@@ -78,7 +78,8 @@ class LiveRouter:
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
-        if self._process.poll() is None:
+        ended = self._process.poll()
+        if ended is None:
             self._process.kill()
             self._process.wait()
         self._call(self.prefill.kill())
@@ -86,6 +87,7 @@ class LiveRouter:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        assert ended in (None, 0), f"the router ended with {ended}: {self.log.read_text()[-3000:]}"
 
     def stop(self) -> None:
         """Let it end as an operator does; then nothing may be held anywhere, and nothing have gone wrong."""

@@ -1,0 +1,317 @@
+"""Nothing of one tenant's is in what another gets, in a metric or in a log, whatever they do.
+
+Three tenants, with words of their own in what they say. What each gets is searched for words, ids, answers
+and keys of the others; metrics and log are searched for everybody's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from live_router import LiveRouter
+from service import TEXT, Answer, request_to
+from stub_engine import CALL_MARKER, expected
+from stub_engine.prompts import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+
+# Times as many examples, and others each time, for a long run.
+FACTOR = int(os.environ.get("CARRYBACK_FUZZ_FACTOR", "1"))
+KEYS = {name: f"sk-{name}-{secrets.token_hex(16)}" for name in ("aardvark", "beluga", "capybara")}
+FUNCTION = {"name": "look", "parameters": {"required": ["where"]}}
+TOOLS = {
+    CHAT: [{"type": "function", "function": FUNCTION}],
+    RESPONSES: [{"type": "function", **FUNCTION}],
+    MESSAGES: [{"name": "look", "input_schema": FUNCTION["parameters"]}],
+}
+
+tenants = st.sampled_from(sorted(KEYS))
+paths = st.sampled_from([CHAT, COMPLETIONS, RESPONSES, MESSAGES])
+# Which of all known ids is meant.
+which = st.integers(0, 10_000)
+
+
+class Secrets:
+    """What each tenant would not have others know, over all runs at one router.
+
+    Attributes:
+        ids: conversations, responses, requests.
+        words: of prompts and answers.
+        sent: all that a tenant has sent: what it says itself it may be told.
+    """
+
+    def __init__(self) -> None:
+        self.ids: dict[str, list[str]] = {name: [] for name in KEYS}
+        self.words: dict[str, list[str]] = {name: [] for name in KEYS}
+        self.sent: dict[str, str] = dict.fromkeys(KEYS, "")
+        self._count = 0
+
+    def word(self, tenant: str) -> str:
+        """A new word for a prompt."""
+        self._count += 1
+        self.words[tenant].append(word := f"{tenant}-word-{self._count}.")
+        return word
+
+    def id(self, tenant: str) -> str:
+        """A new id."""
+        self._count += 1
+        self.ids[tenant].append(id := f"{tenant}-id-{self._count}.")
+        return id
+
+    def any_id(self, number: int) -> str:
+        """An id, whoever's it is; or one that all of them use."""
+        known = ["shared-1", "shared-2", *(id for ids in self.ids.values() for id in ids[-8:])]
+        return known[number % len(known)]
+
+    def of_others(self, tenant: str) -> list[str]:
+        """What a tenant may not be told."""
+        others = [name for name in KEYS if name != tenant]
+        every = [each for name in others for each in (KEYS[name], *self.ids[name], *self.words[name])]
+        return [each for each in every if each not in self.sent[tenant]]
+
+
+class Tenants(RuleBasedStateMachine):
+    """What the three do, in any order."""
+
+    def __init__(self, router: LiveRouter, known: Secrets) -> None:
+        super().__init__()
+        self.router = router
+        self.known = known
+        self.histories: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+
+    # -- generation
+
+    @rule(tenant=tenants, path=paths, number=which, names=st.sampled_from(["header", "body", "session", "nothing"]),
+          is_new=st.booleans(), streams=st.booleans(), calls=st.booleans(), ends=st.booleans())  # fmt: skip
+    def say(
+        self,
+        tenant: str,
+        path: str,
+        number: int,
+        names: str,
+        is_new: bool,
+        streams: bool,
+        calls: bool,
+        ends: bool,
+    ) -> None:
+        id = self.known.id(tenant) if is_new else self.known.any_id(number)
+        body, headers = self.named(names, id)
+        history = self.histories.setdefault((tenant, path, id), [])
+        text = f"{self.known.word(tenant)} {TEXT} {CALL_MARKER if calls else ''}"
+        history.append({"role": "user", "content": text})
+        body |= request_to(path, "".join(str(each["content"]) for each in history), stream=streams)
+        if "messages" in body:
+            body["messages"] = history
+        if path in TOOLS:
+            body["tools"] = TOOLS[path]
+        if ends and number % 4 == 0:
+            headers["X-Conversation-End"] = "true"
+        is_first = id not in self.known.sent[tenant]
+        answer = self.ask(tenant, "POST", path, body, headers)
+        assert answer.status == 200, answer.raw
+        if is_first:
+            assert answer.reuse.outcome == "miss"
+        if path != RESPONSES:
+            right = expected(body, path)
+            if right.call is None:
+                assert answer.text == right.text
+            history.append({"role": "assistant", "content": right.text or "Yes."})
+
+    @rule(tenant=tenants, number=which, streams=st.booleans(), stores=st.booleans())
+    def respond(self, tenant: str, number: int, streams: bool, stores: bool) -> None:
+        previous = self.known.any_id(number)
+        is_own = previous in self.known.ids[tenant] and previous.startswith("resp_")
+        body = request_to(RESPONSES, f"{self.known.word(tenant)} {TEXT}", previous_response_id=previous)
+        answer = self.ask(tenant, "POST", RESPONSES, {**body, "stream": streams, "store": stores})
+        assert answer.status in ((200, 404) if is_own else (404,)), answer.raw
+
+    def named(self, names: str, id: str) -> tuple[dict[str, Any], dict[str, str]]:
+        """Body and headers that name a conversation."""
+        if names == "header":
+            return {}, {"X-Conversation-ID": id}
+        body: dict[str, dict[str, Any]] = {
+            "body": {"conversation_id": id}, "session": {"session_params": {"session_id": id}}, "nothing": {},
+        }  # fmt: skip
+        return body[names], {}
+
+    # -- what is kept
+
+    @rule(tenant=tenants, number=which, method=st.sampled_from(["GET", "DELETE"]))
+    def look_up(self, tenant: str, number: int, method: str) -> None:
+        id = self.known.any_id(number)
+        is_unknown = id not in self.known.sent[tenant] and id not in self.known.ids[tenant]
+        answer = self.ask(tenant, method, f"/v1/conversations/{quote(id, safe='')}")
+        assert answer.status in ((404,) if is_unknown else (200, 404)), answer.raw
+        if answer.status == 200 and method == "GET":
+            assert answer.json["tenant"] == tenant
+
+    @rule(tenant=tenants, limit=st.integers(1, 5))
+    def list_all(self, tenant: str, limit: int) -> None:
+        after = ""
+        for _ in range(3):
+            answer = self.ask(tenant, "GET", f"/v1/conversations?limit={limit}&after={after}")
+            assert answer.status == 200
+            assert {each["tenant"] for each in answer.json["data"]} <= {tenant}
+            if not (after := answer.json["after"]):
+                break
+
+    @rule(tenant=tenants, other=tenants)
+    def list_with_the_cursor_of_another(self, tenant: str, other: str) -> None:
+        page = self.ask(other, "GET", "/v1/conversations?limit=1").json
+        answer = self.ask(tenant, "GET", f"/v1/conversations?after={page['after'] or ''}", remember=False)
+        assert answer.status == 200
+        assert {each["tenant"] for each in answer.json["data"]} <= {tenant}
+
+    @rule(tenant=tenants, number=which)
+    def get_response(self, tenant: str, number: int) -> None:
+        id = self.known.any_id(number)
+        answer = self.ask(tenant, "GET", f"/v1/responses/{quote(id, safe='')}")
+        assert answer.status in ((200, 404) if id in self.known.ids[tenant] else (404,)), answer.raw
+
+    # -- what goes wrong
+
+    @rule(tenant=tenants, path=st.sampled_from(["/tokenize", "/v1/messages/count_tokens"]))
+    def count(self, tenant: str, path: str) -> None:
+        body = request_to(COMPLETIONS if path == "/tokenize" else MESSAGES, self.known.word(tenant))
+        assert self.ask(tenant, "POST", path, body).status == 200
+
+    @rule(tenant=tenants, path=paths, number=st.integers(0, 6))
+    def err(self, tenant: str, path: str, number: int) -> None:
+        word, id = self.known.word(tenant), self.known.id(tenant)
+        body = request_to(path, word)
+        wrong: list[tuple[str, Any, dict[str, str]]] = [
+            (path, json.dumps(body).encode()[:-2], {}),
+            (path, {**body, "model": id}, {}),
+            (path, {**body, "conversation_id": f"{id}\n{word}"}, {}),
+            (path, {**body, "cache_salt": [word]}, {}),
+            (path, {**body, "messages": word, "prompt": {word: word}, "input": {word: word}}, {}),
+            (f"/v1/{id}/x", body, {}),
+            (path, body, {"X-Carryback-Reuse": id}),
+        ]
+        where, sent, headers = wrong[number]
+        assert self.ask(tenant, "POST", where, sent, headers).status in (400, 404)
+
+    @rule(tenant=tenants, path=paths, key=st.sampled_from(["", "half", "other", "basic"]))
+    def be_nobody(self, tenant: str, path: str, key: str) -> None:
+        given = {"": "", "half": f"Bearer {KEYS[tenant][:-3]}", "other": f"Bearer {KEYS[tenant]}x",
+                 "basic": f"Basic {KEYS[tenant]}"}  # fmt: skip
+        headers = {"Authorization": given[key]} if given[key] else {}
+        answer = self.ask(tenant, "POST", path, request_to(path, self.known.word(tenant)), headers, key=False)
+        assert answer.status == 401
+
+    @rule(tenant=tenants, path=paths, streams=st.booleans(), hop=st.sampled_from(["prefill", "decode"]),
+          kind=st.sampled_from(["status", "drop", "cut", "error", "load", "leave"]))  # fmt: skip
+    def fail(self, tenant: str, path: str, streams: bool, hop: str, kind: str) -> None:
+        word = self.known.word(tenant)
+        said = json.dumps(
+            {"error": {"message": f"cannot do {word}", "type": "x", "param": None, "code": 500}}
+        )
+        faults: dict[str, dict[str, Any]] = {
+            "status": {"status": 500, "error": said, "times": 2}, "drop": {"drop": "before_status", "times": 2},
+            "cut": {"drop": 2}, "error": {"error_after": 1}, "load": {"fail_load": True},
+            "leave": {"first_delay_s": 5.0, "status_delay_s": 5.0},
+        }  # fmt: skip
+        engine = self.router.prefill if hop == "prefill" else self.router.decode
+        engine.fault(hop=hop, **faults[kind])
+        headers = {"X-Conversation-ID": self.known.id(tenant)}
+        body = request_to(path, f"{word} {TEXT}", stream=streams)
+        try:
+            if kind == "leave":
+                with pytest.raises(httpx.ReadTimeout):
+                    self.ask(tenant, "POST", path, body, headers, timeout_s=0.1)
+            else:
+                assert self.ask(tenant, "POST", path, body, headers).status in (200, 500, 502, 503)
+        finally:
+            engine.faults.clear()
+
+    # -- all of it
+
+    def ask(
+        self, tenant: str, method: str, path: str, body: Any = None, headers: Mapping[str, str] = {}, *,
+        key: bool = True, remember: bool = True, timeout_s: float = 30.0,
+    ) -> Answer:  # fmt: skip
+        """A request, whose answer has nothing of the others' in it."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        own = {"X-Request-Id": self.known.id(tenant), "Content-Type": "application/json"}
+        own |= {"Authorization": f"Bearer {KEYS[tenant]}"} if key else {}
+        if remember:
+            self.known.sent[tenant] += f"{path} {headers} {(data or b'').decode()}\n"
+        got = self.router.client.request(
+            method, self.router.url + path, content=data, headers={**own, **headers}, timeout=timeout_s
+        )
+        answer = Answer(got.status_code, dict(got.headers), got.content)
+        text = "\n".join([*map(str, got.headers.multi_items()), got.content.decode()])
+        assert [each for each in self.known.of_others(tenant) if each in text] == []
+        assert not any(each in text for each in KEYS.values())
+        self.learn(tenant, answer)
+        return answer
+
+    def learn(self, tenant: str, answer: Answer) -> None:
+        """What others may not know from now on."""
+        named = answer.headers.get("x-carryback-conversation", "")
+        found = [named, *(each for each in answer.raw.decode().split('"') if each.startswith("resp_"))]
+        for id in found:
+            if id.startswith(("c-", "resp_")) and not any(id in ids for ids in self.known.ids.values()):
+                self.known.ids[tenant].append(id)
+        if answer.status == 200 and "choices" in answer.raw.decode() and (text := answer.text):
+            self.known.words[tenant].append(text)
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRouter]:
+    """A router that the three have keys of."""
+    keys = [f"{name}={key}" for name, key in KEYS.items()]
+    with LiveRouter(tmp_path_factory.mktemp("router"), api_keys=keys, pin_budget=0.5) as router:
+        yield router
+
+
+def test_nothing_of_a_tenant_is_told_to_another(router: LiveRouter) -> None:
+    known = Secrets()
+    run_state_machine_as_test(
+        lambda: Tenants(router, known),
+        settings=settings(
+            max_examples=10 * FACTOR, stateful_step_count=30, derandomize=FACTOR == 1, database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip
+    router.check_well(KEYS["beluga"])
+    metrics = router.metrics()
+    router.stop()
+    router.check_log()
+    check_metrics(metrics, known)
+    check_log(router, known)
+
+
+def check_metrics(metrics: str, known: Secrets) -> None:
+    """Nothing in them is a client's."""
+    every = [*KEYS.values(), *(each for name in KEYS for each in (*known.ids[name], *known.words[name]))]
+    assert [each for each in every if each in metrics] == []
+    assert Counter(name in metrics for name in KEYS) == {True: len(KEYS)}
+
+
+def check_log(router: LiveRouter, known: Secrets) -> None:
+    """No prompt, answer or key; and ids in the lines of those alone who sent them."""
+    text = router.log.read_text()
+    words = [each for name in KEYS for each in known.words[name]]
+    assert [each for each in (*KEYS.values(), *words) if each in text] == []
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    assert len(lines) > 20
+    ids = {name: set(known.ids[name]) for name in KEYS}
+    for fields in map(json.loads, lines):
+        tenant = fields.get("tenant", "")
+        if not tenant:  # nobody knows whose that request was
+            fields.pop("request_id", None)
+        line = json.dumps(fields)
+        for name in KEYS:
+            if name != tenant:
+                told = [id for id in ids[name] if id in line and id not in known.sent.get(tenant, "")]
+                assert told == [], line
