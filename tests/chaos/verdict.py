@@ -119,8 +119,7 @@ class Report:
             )
         lines += [
             "",
-            "hits: "
-            + ", ".join(f"{name} the faults {span.hit_share:.0%}" for name, span in self.phases.items()),
+            "hits: " + ", ".join(f"{name} {span.hit_share:.0%}" for name, span in self.phases.items()),
         ]
         for title, counts in (("requests", self.outcomes), ("reuse", self.reasons), ("faults", self.faults)):
             lines += ["", f"{title}, {counts.total()}"]
