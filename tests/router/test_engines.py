@@ -163,10 +163,9 @@ async def until(condition: Callable[[], object]) -> None:
 async def complete(engine: Engine, *, timeout_s: float = 20.0, **headers: str) -> int:
     """One request, as the pipeline does it; its status."""
     with engine.busy(10):
-        reply = await engine.post(
-            "/v1/completions", BODY, request_id="r1", timeout_s=timeout_s, headers=headers
-        )
-        await reply.read()
+        async with engine.within(timeout_s):
+            reply = await engine.post("/v1/completions", BODY, request_id="r1", headers=headers)
+            await reply.read()
         if reply.status >= 500:
             raise EngineDown(engine, f"status {reply.status}", is_over=True)
     return reply.status

@@ -96,10 +96,19 @@ async def test_workers_are_one_router(cluster: Cluster, redis: RedisServer, tmp_
         total = await cluster.metric(router.admin_url, "requests_total", endpoint=CHAT)
         assert total == 3 * CONNECTIONS
         assert await cluster.metric(router.admin_url, "workers") == 2
-        assert await cluster.metric(router.admin_url, "held_blocks") == decode.pinned
+
+        async def are_added_up() -> bool:
+            return await cluster.metric(router.admin_url, "held_blocks") == decode.pinned
+
+        await eventually(are_added_up)
         # What an engine says of itself is not added up.
         assert await cluster.metric(router.admin_url, "engine_up", role="decode") == 1
-        assert await cluster.metric(router.admin_url, "engine_pinned_blocks", role="decode") == decode.pinned
+
+        async def is_not_added_up() -> bool:
+            pinned = await cluster.metric(router.admin_url, "engine_pinned_blocks", role="decode")
+            return pinned == decode.pinned
+
+        await eventually(is_not_added_up)
         pids = workers_of(router)
         assert len(pids) == 2
     assert router.process.returncode == 0
