@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from pydantic import TypeAdapter, ValidationError
 
 from carryback_server.config import ConfigError, Engines, RouterConfig
@@ -71,30 +71,31 @@ class Router:
             OSError: a port is taken.
         """
         config = self.config
+        expect: dict[str, Any] = {"expect_handler": _expect}
         clients = web.Application(client_max_size=config.max_body_bytes, middlewares=[self._errors])
         for path in ENDPOINTS:
-            clients.router.add_post(path, self.pipeline.handle)
+            clients.router.add_post(path, self.pipeline.handle, **expect)
         for path in REFUSED:
-            clients.router.add_post(path, self._refuse)
+            clients.router.add_post(path, self._refuse, **expect)
         for path in FORWARDED:
-            clients.router.add_post(path, self.pipeline.pass_on)
-        clients.router.add_get("/v1/responses/{id}", self.pipeline.response)
-        clients.router.add_get("/v1/models", self._models)
-        clients.router.add_get("/v1/conversations", self._list)
-        clients.router.add_get("/v1/conversations/{id}", self._get)
-        clients.router.add_delete("/v1/conversations/{id}", self._delete)
+            clients.router.add_post(path, self.pipeline.pass_on, **expect)
+        clients.router.add_get("/v1/responses/{id}", self.pipeline.response, **expect)
+        clients.router.add_get("/v1/models", self._models, **expect)
+        clients.router.add_get("/v1/conversations", self._list, **expect)
+        clients.router.add_get("/v1/conversations/{id}", self._get, **expect)
+        clients.router.add_delete("/v1/conversations/{id}", self._delete, **expect)
         admin = web.Application(middlewares=[self._errors])
-        admin.router.add_get("/metrics", self._metrics)
-        admin.router.add_get("/admin/engines", self._engines)
-        admin.router.add_post("/admin/engines", self._set_engines)
-        admin.router.add_post("/admin/engines/{name}/drain", self._drain)
-        admin.router.add_post("/admin/engines/{name}/undrain", self._undrain)
-        admin.router.add_post("/admin/reload", self._reload)
-        admin.router.add_get("/admin/conversations", self._list_all)
-        admin.router.add_delete("/admin/conversations/{tenant}/{id}", self._delete_any)
+        admin.router.add_get("/metrics", self._metrics, **expect)
+        admin.router.add_get("/admin/engines", self._engines, **expect)
+        admin.router.add_post("/admin/engines", self._set_engines, **expect)
+        admin.router.add_post("/admin/engines/{name}/drain", self._drain, **expect)
+        admin.router.add_post("/admin/engines/{name}/undrain", self._undrain, **expect)
+        admin.router.add_post("/admin/reload", self._reload, **expect)
+        admin.router.add_get("/admin/conversations", self._list_all, **expect)
+        admin.router.add_delete("/admin/conversations/{tenant}/{id}", self._delete_any, **expect)
         for each in (clients, admin):
-            each.router.add_get("/health", self._health)
-            each.router.add_get("/ready", self._ready)
+            each.router.add_get("/health", self._health, **expect)
+            each.router.add_get("/ready", self._ready, **expect)
         await self.pipeline.start()
         self.pipeline.holding.pins.shares = _shares(self.tenants)
         try:
@@ -329,6 +330,16 @@ class Router:
                 "expires_in_s": round(self.pipeline.holding.time_left(record), 1),
             },
         }
+
+
+async def _expect(request: web.Request) -> None:
+    """What a request expects is passed over, as RFC 9110, 10.1.1, lets a server do, but for `100-continue`.
+
+    aiohttp's own refuses it in plain text, and fails if it is no UTF-8.
+    """
+    if request.headers["Expect"].lower() == "100-continue" and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer has not begun
 
 
 def _shares(tenants: Tenants) -> dict[str, float]:

@@ -496,7 +496,7 @@ class Pipeline:
                             # It may be the prefill engine's fault, whose KV could not be read.
                             raise EngineDown(
                                 engine,
-                                f"status {answer.status} before the first byte",
+                                f"failed before its first token (status {answer.status})",
                                 is_over=True,
                                 is_own=not params,
                                 said=_excerpt(answer),

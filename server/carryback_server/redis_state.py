@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-from redis.asyncio import Redis, RedisCluster
+from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
@@ -36,6 +36,8 @@ logger = logging.getLogger("carryback")
 
 # After a failure, nobody waits for Redis for so long; then one request tries it.
 RETRY_S = 1.0
+# Operations at a time; more wait for one to end, for as long as an operation may take.
+MAX_CONNECTIONS = 64
 VERSION = 1
 # Conversations seen at the very same time, at most, that a page can end within.
 TIES = 16
@@ -199,7 +201,12 @@ class RedisState:
             "socket_timeout": None,
             "socket_connect_timeout": timeout_s,
         }
-        self._redis = Redis.from_url(url, retry_on_error=[], **self._options)
+        # Waiting for a connection is part of an operation, and ends with it.
+        self._redis = Redis.from_pool(
+            BlockingConnectionPool.from_url(
+                url, retry_on_error=[], max_connections=MAX_CONNECTIONS, timeout=None, **self._options
+            )
+        )
         self._commands: Redis | RedisCluster | None = None
         # Routers of another version do not see these keys.
         self._prefix = f"{prefix}:{VERSION}"
