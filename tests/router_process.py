@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,11 +17,12 @@ from service import until
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that nobody uses now."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
+    """TCP ports that nobody uses now, and that no client's connection is given meanwhile."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(10_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
     return ports
 
 
@@ -76,7 +79,9 @@ class RouterProcess:
                 *words, *self._flags, env=self._environ, stdout=out, stderr=err
             )
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            print(self.err)
         if self.process.returncode is None:
             self.process.terminate()
         async with asyncio.timeout(60):
