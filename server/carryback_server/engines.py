@@ -37,7 +37,6 @@ class EngineDown(Exception):
     Attributes:
         is_timeout: it took longer than it may.
         is_over: the engine does nothing for the request, for certain: it never got it, or has ended it.
-        is_own: it is the engine's own fault. Not if it could not read from another one, so far as one knows.
         reason: the message without the engine's name, for a client.
         said: the engine's own words, which may repeat the client's; not for a log.
     """
@@ -49,14 +48,12 @@ class EngineDown(Exception):
         *,
         is_timeout: bool = False,
         is_over: bool = False,
-        is_own: bool = True,
         said: str = "",
     ) -> None:
         super().__init__(f"{engine.role} engine {engine.name}: {message}")
         self.reason = f"the {engine.role} engine failed: {message}" + (f": {said}" if said else "")
         self.is_timeout = is_timeout
         self.is_over = is_over
-        self.is_own = is_own
 
 
 @dataclass(frozen=True)
@@ -79,8 +76,8 @@ class Site:
 class Visit:
     """One request at an engine, from `Engine.busy`, as a context. How it ends says how well the engine is.
 
-    An `EngineDown` that is the engine's own fault, or an `UpstreamError`, is a failure; an end without an
-    exception is a success. Any other exception, a client's leaving too, says nothing.
+    An `EngineDown` or an `UpstreamError` is a failure, an end without an exception a success. Any other
+    exception, a client's leaving too, says nothing.
     """
 
     def __init__(self, engine: Engine, tokens: int) -> None:
@@ -110,8 +107,7 @@ class Visit:
     ) -> None:
         self.update(0)
         self._engine.in_flight -= 1
-        is_own = error.is_own if isinstance(error, EngineDown) else isinstance(error, UpstreamError)
-        if is_own or self._has_failed:
+        if isinstance(error, EngineDown | UpstreamError) or self._has_failed:
             self._engine.failed("timeout" if getattr(error, "is_timeout", False) else "failure")
         elif error is None:
             self._engine.ejection.succeeded()

@@ -38,6 +38,8 @@ from carryback_server.tracing import Trace, make_tracer
 
 logger = logging.getLogger("carryback")
 
+# Not what the client's own key is about.
+KEY_REFUSED = dict.fromkeys((401, 403), "it does not take the router's key (engine_api_key)")
 # A prefill engine that answers so has not told the decode engine to let go.
 _NOT_TAKEN = ("unverified", "no_plugin", "load_failed")
 
@@ -449,6 +451,8 @@ class Pipeline:
                     content = await reply.read()
             finally:
                 trip.entry.prefill_s += time.monotonic() - sent
+            if reply.status in KEY_REFUSED:
+                raise EngineDown(engine, KEY_REFUSED[reply.status], is_over=True)
             if reply.status != 200 and not 400 <= reply.status < 500:
                 said = content[:500].decode(errors="replace")
                 raise EngineDown(engine, f"status {reply.status}", is_over=True, said=said)
@@ -491,16 +495,12 @@ class Pipeline:
                     step.engine(engine.name, engine.site.url)
                     answer = await self._begin(engine, trip, data, key, step.headers())
                     try:
+                        if answer.status in KEY_REFUSED:
+                            raise EngineDown(engine, KEY_REFUSED[answer.status], is_over=True)
                         # Nothing has been sent: once more, and without the transfer, which may be at fault.
                         if answer.has_failed and len(tried) == 1:
-                            # It may be the prefill engine's fault, whose KV could not be read.
-                            raise EngineDown(
-                                engine,
-                                f"failed before its first token (status {answer.status})",
-                                is_over=True,
-                                is_own=not params,
-                                said=_excerpt(answer),
-                            )
+                            message = f"failed before its first token (status {answer.status})"
+                            raise EngineDown(engine, message, is_over=True, said=_excerpt(answer))
                         if answer.status >= 400:
                             prefilled.is_over = True
                         elif not answer.has_failed:

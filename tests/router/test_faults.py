@@ -422,7 +422,8 @@ async def test_a16_thirty_clients_leave(serve: Serve) -> None:
     ("hop", "fault"),
     [
         ("prefill", {"hang": True}), ("prefill", {"status": 500}), ("prefill", {"drop": "before_status"}),
-        ("decode", {"hang": True}), ("decode", {"drop": "before_status"}), ("decode", {"drop": 9}),
+        ("decode", {"hang": True}), ("decode", {"status": 500}), ("decode", {"drop": "before_status"}),
+        ("decode", {"drop": 9}),
     ],
 )  # fmt: skip
 async def test_an_engine_that_only_fails_is_put_out_and_comes_back(
