@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 import redis
+from carryback_server.launch import is_free
 
 
 class RedisServer:
@@ -82,10 +83,8 @@ def redis_server(*options: str, port: int = 0) -> Iterator[RedisServer]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody uses now, and whose number leaves room for a cluster's second port."""
+    """A TCP port that nobody uses now, nor, as is a cluster's second port, gives to an outgoing connection."""
     while True:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port: int = listener.getsockname()[1]
-        if port < 50_000:
+        port = random.randrange(20_000, 22_000)
+        if is_free("127.0.0.1", port) and is_free("127.0.0.1", port + 10_000):
             return port

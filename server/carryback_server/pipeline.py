@@ -131,7 +131,10 @@ class Pipeline:
         self._access_log = AccessLog(config.log_format, metrics.log_lines_dropped)
         self._is_shared = config.state != "memory"
         self.state = make_state(
-            config, on_evicted=lambda record: self.holding.drop(record), on_message=on_message
+            config,
+            on_evicted=lambda record: self.holding.drop(record),
+            on_message=on_message,
+            observe=metrics.observe_state,
         )
         self._chains = Chains(self.state, ttl_s=config.response_ttl_s, max_bytes=config.max_response_bytes)
         self.holding = Holding(config, self.state, metrics, lambda name: self.pool.find(name))
@@ -208,6 +211,8 @@ class Pipeline:
                 await self._identify(trip)
             name = tenant.name, trip.conversation.id
             self.in_flight[name] += 1
+            of_tenant = self._metrics.in_flight_of(tenant.name)
+            of_tenant.inc()
             prefilled = Prefilled(Reuse("miss", 0, trip.alone))
             try:
                 if not trip.alone:
@@ -224,6 +229,7 @@ class Pipeline:
             finally:
                 if prefilled.engine is not None and prefilled.is_over:
                     self.holding.release(prefilled.engine, prefilled.params.get("remote_request_id"))
+                of_tenant.dec()
                 self.in_flight[name] -= 1
                 if not self.in_flight[name]:
                     del self.in_flight[name]

@@ -16,9 +16,10 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -30,6 +31,7 @@ from redis.exceptions import RedisError, ResponseError
 from carryback_server.state import Boundary, Conversation, Cursor, Gone, Page, Record, StateDown
 
 T = TypeVar("T")
+P = ParamSpec("P")
 _encode = msgspec.msgpack.encode
 
 logger = logging.getLogger("carryback")
@@ -166,6 +168,25 @@ class _Foreign(Exception):
     """What is under one of our keys is not ours, or of another version."""
 
 
+def _observed(
+    operation: Callable[Concatenate[RedisState, P], Awaitable[T]],
+) -> Callable[Concatenate[RedisState, P], Coroutine[Any, Any, T]]:
+    """Tell how long an operation took, and whether it worked."""
+
+    @wraps(operation)
+    async def observed(self: RedisState, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        started, result = time.monotonic(), "done"
+        try:
+            return await operation(self, *args, **kwargs)
+        except StateDown:
+            result = "failed"
+            raise
+        finally:
+            self.observe(operation.__name__, result, time.monotonic() - started)
+
+    return observed
+
+
 class RedisState:
     """See `State` for all methods.
 
@@ -189,6 +210,7 @@ class RedisState:
         max_conversations: int,
         on_evicted: Callable[[Record], None],
         on_message: Callable[[bytes], None],
+        observe: Callable[[str, str, float], None] = lambda operation, result, seconds: None,
     ) -> None:
         parts = urlsplit(url)
         self._name = f"{parts.hostname}:{parts.port or 6379}" if parts.hostname else parts.path
@@ -216,6 +238,7 @@ class RedisState:
         self._max_conversations = max_conversations
         self._on_evicted = on_evicted
         self._on_message = on_message
+        self.observe = observe
         self._listener: asyncio.Task[None] | None = None
         self._retry_at = 0.0
         self.is_up = False
@@ -237,6 +260,7 @@ class RedisState:
             await self._commands.aclose()
         await self._redis.aclose()
 
+    @_observed
     async def open(self, tenant: str, id: str, parent: str | None = None) -> Conversation:
         """See `State.open`."""
         new = Conversation.new(tenant, id, parent)
@@ -260,6 +284,7 @@ class RedisState:
                 await self._evict(indexes[0])
         return conversation
 
+    @_observed
     async def take(self, conversation: Conversation) -> Record | None:
         """See `State.take`."""
         keys = self._keys(conversation.tenant, conversation.id)
@@ -271,6 +296,7 @@ class RedisState:
             return None
         return stored.record
 
+    @_observed
     async def put(self, conversation: Conversation, record: Record, ttl_s: float) -> Record | None:
         """See `State.put`."""
         is_done, older = await self._eval(
@@ -289,16 +315,19 @@ class RedisState:
             raise Gone(conversation.id)
         return older
 
+    @_observed
     async def discard(self, tenant: str, id: str, key: str, why: str) -> bool:
         """See `State.discard`."""
         return await self._eval(_DISCARD, self._keys(tenant, id), key, why, decode=bool)
 
+    @_observed
     async def save(self, conversation: Conversation) -> None:
         """See `State.save`."""
         keys = self._keys(conversation.tenant, conversation.id)
         args = conversation.uid, _encode(_Meta.of(conversation)), conversation.why_none
         await self._eval(_SAVE, keys, *args, decode=bool)
 
+    @_observed
     async def get(self, tenant: str, id: str) -> tuple[Conversation, Record | None] | None:
         """See `State.get`."""
         return await self._eval(_GET, self._keys(tenant, id), decode=_seen)
@@ -345,6 +374,7 @@ class RedisState:
             end = further[-1]
             score = end[0]
 
+    @_observed
     async def delete(self, tenant: str, id: str) -> tuple[bool, Record | None]:
         """See `State.delete`."""
         known, record = await self._eval(
@@ -356,11 +386,13 @@ class RedisState:
                     await client.zrem(index, _member(tenant, id))
         return known, record
 
+    @_observed
     async def put_response(self, tenant: str, id: str, blob: bytes, ttl_s: float) -> None:
         """See `State.put_response`."""
         async with self._client() as client:
             await client.set(self._response(tenant, id), blob, px=_ms(ttl_s))
 
+    @_observed
     async def get_response(self, tenant: str, id: str) -> bytes | None:
         """See `State.get_response`."""
         key = self._response(tenant, id)

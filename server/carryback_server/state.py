@@ -382,13 +382,18 @@ class MemoryState:
 
 
 def make_state(
-    config: RouterConfig, *, on_evicted: Callable[[Record], None], on_message: Callable[[bytes], None]
+    config: RouterConfig,
+    *,
+    on_evicted: Callable[[Record], None],
+    on_message: Callable[[bytes], None],
+    observe: Callable[[str, str, float], None],
 ) -> State:
     """The state that the setting `state` names.
 
     Args:
         on_evicted: called with the record of a conversation that had to be forgotten, to release it.
         on_message: called with each message that is broadcast; must not raise.
+        observe: called with each operation on Redis: its name, `done` or `failed`, and its seconds.
 
     Raises:
         ConfigError: Redis is named and its client is not installed.
@@ -414,4 +419,5 @@ def make_state(
         max_conversations=config.max_conversations,
         on_evicted=on_evicted,
         on_message=on_message,
+        observe=observe,
     )
