@@ -204,7 +204,7 @@ def check_answers(received: bytes) -> None:
     assert re.search(rb"(?im)^x-evil:", received) is None, received
 
 
-@some(80)
+@some(40)
 @given(pieces=conversations())
 @example(
     pieces=[
@@ -398,7 +398,7 @@ def check_error(path: str, answer: httpx.Response) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_body_of_any_shape_has_an_answer(router: LiveRouter, path: str) -> None:
-    @some(25)
+    @some(12)
     @given(body=json_bodies(path), headers=hints, kind=kinds)
     def check(body: bytes, headers: list[tuple[str, bytes]], kind: bytes) -> None:
         sent = [("Content-Type", kind), *headers]

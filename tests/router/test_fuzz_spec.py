@@ -38,7 +38,7 @@ SPEC.config.phases.coverage.enabled = FACTOR > 1
 # These take a router's engines away.
 ENGINES = SPEC.include(path="/admin/engines", method="POST")
 OTHERS = SPEC.exclude(path="/admin/engines", method="POST")
-few = settings(max_examples=15 * FACTOR, derandomize=FACTOR == 1, database=None)
+few = settings(max_examples=6 * FACTOR, derandomize=FACTOR == 1, database=None)
 
 
 @pytest.fixture(scope="module")

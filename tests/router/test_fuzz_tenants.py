@@ -293,7 +293,7 @@ def test_nothing_of_a_tenant_is_told_to_another(router: LiveRouter) -> None:
     run_state_machine_as_test(
         lambda: Tenants(router, known),
         settings=settings(
-            max_examples=20 * FACTOR, stateful_step_count=30, derandomize=FACTOR == 1, database=None,
+            max_examples=8 * FACTOR, stateful_step_count=30, derandomize=FACTOR == 1, database=None,
             suppress_health_check=list(HealthCheck),
             phases=[Phase.generate],  # the router remembers what was before, so that nothing can be tried again
         ),
