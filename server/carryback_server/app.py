@@ -207,13 +207,19 @@ class Router:
     async def _list(self, request: web.Request) -> web.Response:
         return await self._listing(request, self.tenants.of(request.headers).name)
 
-    async def _listing(self, request: web.Request, tenant: str | None) -> web.Response:
+    async def _listing(
+        self, request: web.Request, tenant: str | None, *, with_engines: bool = False
+    ) -> web.Response:
         limit = _whole(request.query.get("limit", "100"), "limit", MAX_LISTED)
         try:
             page = await self.pipeline.state.page(tenant, limit, request.query.get("after", ""))
         except ValueError as error:
             raise ApiError(400, f"after: {error}", code="invalid_query", param="after") from error
         views = [self._view(*each) for each in page.items]
+        if with_engines:  # addresses are not for clients
+            for view, (_, record) in zip(views, page.items, strict=True):
+                if record is not None:
+                    view["held"]["engine"] = record.engine
         return _json(
             {"object": "list", "data": views, "has_more": bool(page.after), "after": page.after or None}
         )
@@ -302,7 +308,7 @@ class Router:
         return _json({"status": "reloaded"})
 
     async def _list_all(self, request: web.Request) -> web.Response:
-        return await self._listing(request, request.query.get("tenant"))
+        return await self._listing(request, request.query.get("tenant"), with_engines=True)
 
     async def _delete_any(self, request: web.Request) -> web.Response:
         return await self._delete_of(request, request.match_info["tenant"])
@@ -324,7 +330,6 @@ class Router:
             "last_reuse": conversation.reuse or None,
             "held": record
             and {
-                "engine": record.engine,
                 "tokens": record.tokens,
                 "blocks": record.blocks,
                 "expires_in_s": round(self.pipeline.holding.time_left(record), 1),

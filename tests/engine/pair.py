@@ -101,11 +101,20 @@ class Client:
         samples = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, value in samples}
 
+    async def engines(self) -> list[dict[str, Any]]:
+        """What the router says of its engines."""
+        async with self.session.get(self.admin_url + "/admin/engines") as response:
+            views: list[dict[str, Any]] = (await response.json())["data"]
+        return views
+
     async def engine(self, role: str) -> dict[str, Any]:
         """What the router says of an engine, the only one of its role."""
-        async with self.session.get(self.admin_url + "/admin/engines") as response:
-            (view,) = [each for each in (await response.json())["data"] if each["role"] == role]
+        (view,) = [each for each in await self.engines() if each["role"] == role]
         return view
+
+    async def hears(self) -> bool:
+        """Whether the engines' events reach the router; nothing is held before."""
+        return all(each["events"] for each in await self.engines())
 
     async def chat(
         self,
@@ -161,8 +170,10 @@ class Pair:
         configs = engines or [command.engine() for command in self.commands]
         router = Router(RouterConfig(engines=configs, port=0, **{"log_format": "off", **settings}))
         await router.start()
+        client = Client(self.session, router.url, router.admin_url)
         try:
-            yield Client(self.session, router.url, router.admin_url)
+            await eventually(client.hears, 60, "the router does not hear the engines")
+            yield client
         finally:
             await router.stop()
 
