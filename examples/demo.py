@@ -11,6 +11,7 @@ step recomputed more than it should.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import statistics
@@ -106,7 +107,10 @@ def main() -> int:
 def serving() -> Iterator[str]:
     """`carryback serve` until the block ends, however it does; gives the base URL."""
     # Ctrl-C in the terminal reaches this process alone, which then asks the server to stop, once.
-    process = subprocess.Popen(SERVE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    environment = {"CARRYBACK_LOG_FORMAT": "off", **os.environ}
+    process = subprocess.Popen(
+        SERVE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    )
     try:
         assert process.stdout is not None
         for line in process.stdout:
