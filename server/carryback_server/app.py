@@ -24,6 +24,8 @@ logging.getLogger("aiohttp.server").addFilter(HideMalformed())
 
 _engines = TypeAdapter(Engines)
 MAX_LISTED = 1000
+# The resource of all paths that there are not.
+_ANY = "/{path}"
 
 
 class Router:
@@ -96,6 +98,7 @@ class Router:
         for each in (clients, admin):
             each.router.add_get("/health", self._health, **expect)
             each.router.add_get("/ready", self._ready, **expect)
+            each.router.add_route("*", "/{path:.*}", self._elsewhere, **expect)
         await self.pipeline.start()
         self.pipeline.holding.pins.shares = _shares(self.tenants)
         try:
@@ -156,7 +159,7 @@ class Router:
     @web.middleware
     async def _errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
         resource = request.match_info.route.resource
-        endpoint = resource.canonical if resource is not None else "unknown"
+        endpoint = resource.canonical if resource is not None and resource.canonical != _ANY else "unknown"
         status = 499  # the client went away
         try:
             response: web.StreamResponse = await handler(request)
@@ -184,6 +187,14 @@ class Router:
             if request.path not in ENDPOINTS:
                 self.metrics.requests.labels(endpoint, str(status)).inc()
         return response
+
+    async def _elsewhere(self, request: web.Request) -> web.Response:
+        """A path that there is not, or a method that its path does not take."""
+        allowed = set[str]()
+        for resource in request.app.router.resources():
+            if resource.canonical != _ANY:
+                allowed |= (await resource.resolve(request))[1]
+        raise web.HTTPMethodNotAllowed(request.method, allowed) if allowed else web.HTTPNotFound
 
     # -- for clients
 

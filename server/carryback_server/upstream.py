@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httptools
 
 # uvicorn, under vLLM, closes an idle connection after 5 s; ours must not be used any more by then.
-KEEPALIVE_S = 4.0
+KEEPALIVE_S = 2.0
 # Of an answer that nobody takes; then no more of it is read from the socket.
 MAX_WAITING_BYTES = 2**20
 

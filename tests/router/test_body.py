@@ -307,3 +307,23 @@ async def test_an_assistant_message_of_the_client_is_taken_as_it_is(serve: Serve
     messages = [user(TEXT), said("I never said that."), user("Did you?")]
     answer = await service.chat(messages, "c")
     assert answer.text == expected({"messages": messages}).text
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status", "allow"),
+    [("GET /nowhere", 404, ""), ("DELETE /v1/models", 405, "GET,HEAD"), ("GET /v1/messages", 405, "POST")],
+)
+async def test_what_there_is_not_has_an_error_object_whatever_is_expected(
+    serve: Serve, request_line: str, status: int, allow: str
+) -> None:
+    service = await serve(1, 1)
+    host, _, port = service.url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        f"{request_line} HTTP/1.1\r\nHost: x\r\n".encode() + b"Expect: \xff\r\nConnection: close\r\n\r\n"
+    )
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    assert (f"\r\nAllow: {allow}\r\n".encode() in head) == bool(allow)
+    assert json.loads(body)["error"]

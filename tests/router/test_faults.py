@@ -119,7 +119,10 @@ async def test_a13_a_prefill_engine_refuses_and_the_client_hears_it_at_once(serv
         trimmed = await service.post(path, request_to(path, TEXT), headers)
         assert trimmed.text == expected(request_to(path), path).text
     await until(lambda: sum(each.pinned for each in service.prefills) == 0, "prefill engines hold nothing")
-    assert sum(len(each.ranks[0].held) for each in service.decodes) == len(ENDPOINTS)
+    await until(
+        lambda: sum(len(each.ranks[0].held) for each in service.decodes) == len(ENDPOINTS),
+        "decode engines hold what the last turns left, and no more",
+    )
 
 
 # -- a decode engine is lost before its first byte
