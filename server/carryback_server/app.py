@@ -54,7 +54,7 @@ class Router:
         self.tenants = Tenants(
             config.tenants_file,
             config.api_keys,
-            redis_url=None if config.state == "memory" else config.state,
+            redis_url=config.state if config.is_shared else None,
             redis_prefix=config.state_prefix,
             redis_timeout_s=config.state_timeout_s,
             on_uncounted=self.metrics.rate_uncounted.inc,

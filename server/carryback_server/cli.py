@@ -171,7 +171,7 @@ def router(
             return settings
 
         settings = read()
-        if settings.workers > 1 and settings.state == "memory":
+        if settings.workers > 1 and not settings.is_shared:
             raise ConfigError(
                 "workers share their state: with workers above 1, state must be a redis:// URL that they all reach"
             )

@@ -223,6 +223,11 @@ class RouterConfig(BaseModel, extra="forbid"):
     identity_capacity: int = Field(100_000, gt=0)
     "Message histories remembered to recognise conversations of clients that send no id."
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other routers share this one's state."""
+        return self.state != "memory"
+
     log_format: Literal["json", "text", "off"] = "json"
     "Of the log on standard error; `off`: no line for each request, and the others as text."
     otlp_endpoint: str | None = None

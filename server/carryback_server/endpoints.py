@@ -68,10 +68,6 @@ class _Response(msgspec.Struct):
     output: list[_Item] = []
 
 
-class _Type(msgspec.Struct):
-    type: str = ""
-
-
 class _Stop(msgspec.Struct):
     stop_reason: str | None = None
 

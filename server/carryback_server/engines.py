@@ -300,10 +300,10 @@ class Engine:
         """Make the engine let go of what it holds for these requests; whether it was told."""
         return await self._tell({"carryback_release": request_ids})
 
-    async def withdraw(self, record: bytes) -> bool:
+    async def withdraw(self, record: dict[str, Any]) -> bool:
         """Make a prefill engine not read a record that it was given, and tell its holder; whether it was
         told."""
-        return await self._tell({**msgspec.json.decode(record), "carryback_withdraw": True})
+        return await self._tell({**record, "carryback_withdraw": True})
 
     async def _tell(self, params: dict[str, Any]) -> bool:
         """Have the engine's plug-in act on `kv_transfer_params`; see `carryback_vllm.connector`."""

@@ -83,7 +83,6 @@ class Holding:
     ) -> None:
         self._config = config
         self._state = state
-        self._is_shared = config.state != "memory"
         self._metrics = metrics
         self._engine = engine
         self._flights: dict[str, Flight] = {}
@@ -121,7 +120,7 @@ class Holding:
         return record
 
     async def _taken(self, conversation: Conversation) -> Record | None:
-        if not self._is_shared:
+        if not self._config.is_shared:
             return await self._state.take(conversation)
         taking = asyncio.create_task(self._state.take(conversation))
         try:
@@ -171,8 +170,10 @@ class Holding:
     async def stored(self, key: str) -> None:
         """Wait a moment until other replicas can take the record of a decode that has ended."""
         flight = self._flights.get(key)
-        if self._is_shared and flight is not None:
-            await asyncio.wait([asyncio.ensure_future(flight.stored.wait())], timeout=STORE_WAIT_S)
+        if self._config.is_shared and flight is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STORE_WAIT_S):
+                    await flight.stored.wait()
 
     def _forget(self, key: str) -> None:
         flight = self._flights.pop(key, None)
@@ -323,7 +324,7 @@ class Holding:
                 if holder is not None:
                     self.release(holder, record.request)
                 return
-            if prefill.is_up and await prefill.withdraw(msgspec.json.encode(whole(record))):
+            if prefill.is_up and await prefill.withdraw(whole(record)):
                 return
             await asyncio.sleep(self._config.probe_interval_s)
         # It hangs, or is cut off. The decode engine lets go when the record's time is over.
@@ -341,7 +342,7 @@ class Holding:
             _, missing = await asyncio.wait(late, timeout=self._config.held_event_wait_s)
             for task in missing:
                 task.cancel()
-        if not self._is_shared:
+        if not self._config.is_shared:
             self.pins.give_up_all()
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):

@@ -252,6 +252,7 @@ class Metrics:
         self._tenant_held = Labelled(self.tenant_held_blocks)
         self._held = Labelled(self.held_records), Labelled(self.held_tokens), Labelled(self.held_blocks)
         self._given_up = Labelled(self.pins_given_up)
+        self._pin_budget = Labelled(self.pin_budget_blocks)
         self._state_operations = Labelled(self.state_operations)
         self._state_seconds = Labelled(self.state_seconds)
 
@@ -308,6 +309,10 @@ class Metrics:
             metric[engine,].inc(change)
         if tenant:
             self._tenant_held[tenant,].inc(blocks)
+
+    def pin_budget(self, engine: str, blocks: float) -> None:
+        """How many blocks may be held at an engine."""
+        self._pin_budget[engine,].set(blocks)
 
     def given_up(self, rank: str, reason: str) -> None:
         """A pin was let go of before anything read it."""

@@ -170,7 +170,7 @@ class Pins:
         if held is None or not engine.capacity:
             return
         budget = self._budget * engine.capacity
-        self._metrics.pin_budget_blocks.labels(engine.name).set(budget)
+        self._metrics.pin_budget(engine.name, budget)
         for tenant, share in self.shares.items():
             while held.blocks.get(tenant, 0) > share * budget and self._give_up(
                 held, [tenant], "tenant_share"

@@ -129,7 +129,6 @@ class Pipeline:
         self.tenants = tenants
         self._tracer = make_tracer(config, metrics)
         self._access_log = AccessLog(config.log_format, metrics.log_lines_dropped)
-        self._is_shared = config.state != "memory"
         self.state = make_state(
             config,
             on_evicted=lambda record: self.holding.drop(record),
@@ -331,7 +330,7 @@ class Pipeline:
             name = trip.tenant.name, trip.conversation.id
             trip.conversation.why_none = "in_use" if name in self.in_flight else "no_record"
             work = self._save(trip)
-        if self._is_shared:
+        if self._config.is_shared:
             self.holding.spawn(work)
         else:
             await work

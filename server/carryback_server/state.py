@@ -398,7 +398,7 @@ def make_state(
     Raises:
         ConfigError: Redis is named and its client is not installed.
     """
-    if config.state == "memory":
+    if not config.is_shared:
         return MemoryState(
             max_conversations=config.max_conversations,
             responses_max_bytes=config.responses_max_bytes,

@@ -232,7 +232,7 @@ async def test_each_rank_is_an_engine_that_is_addressed_as_such(world: World) ->
     ]
     await complete(ranks[1])
     await ranks[1].release(["r"])
-    await ranks[1].withdraw(b'{"remote_engine_id": "e"}')
+    await ranks[1].withdraw({"remote_engine_id": "e"})
     await complete(ranks[0])
     assert [headers["x-data-parallel-rank"] for headers, _ in server.seen] == ["1", "1", "1", "0"]
 
