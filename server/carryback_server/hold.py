@@ -337,7 +337,8 @@ class Holding:
 
     async def stop(self) -> None:
         """Wait for what is under way; let go of all that no other router can use."""
-        late = [asyncio.ensure_future(flight.stored.wait()) for flight in self._late.values()]
+        # What broke off too: what its engine holds has to be let go of.
+        late = [asyncio.ensure_future(flight.stored.wait()) for flight in self._flights.values()]
         if late:
             _, missing = await asyncio.wait(late, timeout=self._config.held_event_wait_s)
             for task in missing:

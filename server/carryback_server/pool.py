@@ -19,10 +19,10 @@ from carryback_server.metrics import Metrics
 
 logger = logging.getLogger("carryback")
 
-# Probes of an engine that is up and not heard, until that is logged.
-PROBES_UNHEARD = 3
-# Probes for which nothing is left to be done for an engine, until it is forgotten: an event may be on its way.
+# An engine that is up and not heard for so long is complained of.
+UNHEARD_S = 3.0
 EVENTS_AT_ONCE = 200
+# Probes for which nothing is left to be done for an engine, until it is forgotten: an event may be on its way.
 PROBES_DONE = 2
 
 
@@ -172,7 +172,9 @@ class Pool:
     async def _mind(self, engine: Engine) -> None:
         """Probe and hear an engine until it is done with."""
         listening = asyncio.create_task(self._listen(engine))
-        unheard = done = 0
+        done = 0
+        heard = time.monotonic()
+        has_complained = False
         try:
             while done < PROBES_DONE:
                 await asyncio.sleep(self._config.probe_interval_s)
@@ -181,8 +183,10 @@ class Pool:
                 if self.find(engine.name, engine.role) is engine:  # not one that leaves its name to another
                     engine.show()
                 done = done + 1 if engine.is_done else 0
-                unheard = unheard + 1 if engine.is_up and not engine.is_heard else 0
-                if unheard == PROBES_UNHEARD:
+                if engine.is_heard or not engine.is_up:
+                    heard, has_complained = time.monotonic(), False
+                elif time.monotonic() - heard >= UNHEARD_S and not has_complained:
+                    has_complained = True
                     logger.error(
                         "%s engine %s: no events from %s; nothing will be reused. Check its events address, "
                         "and that engines and routers have the same events_key",

@@ -366,6 +366,17 @@ async def test_an_answer_that_broke_off_leaves_nothing_even_if_its_event_comes_l
     assert (await cluster.chat(router).say()).reuse.reason == "no_record"
 
 
+async def test_a_router_that_stops_waits_for_what_broke_off_to_be_let_go_of(cluster: Cluster) -> None:
+    _, decode = await cluster.pair(settings=PATIENT)
+    router = await cluster.router(held_event_wait_s=20)
+    decode.fault(held=0.5, hop="decode", drop=17)
+    answer = await cluster.post(router, CHAT, {"messages": [user(TEXT)], "stream": True})
+    assert answer.events[-1]["error"]["code"] == "engine_lost"
+    assert decode.in_use
+    await cluster.stop(router)
+    assert decode.in_use == 0
+
+
 async def test_a_client_that_hangs_up_at_the_end_keeps_its_record(cluster: Cluster) -> None:
     _, decode = await cluster.pair()
     router = await cluster.router(held_event_wait_s=20)
