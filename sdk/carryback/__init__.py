@@ -17,17 +17,21 @@ if TYPE_CHECKING:
     from carryback._client import AsyncOpenAI, OpenAI
     from carryback._conversation import Conversation
     from carryback._conversation import Conversation as conversation
+    from carryback._headers import headers
     from carryback._reuse import LastReuse, last_reuse, reuse
 
     __version__: str
 
-__all__ = ["AsyncOpenAI", "Conversation", "LastReuse", "OpenAI", "conversation", "last_reuse", "reuse"]
+__all__ = [
+    "AsyncOpenAI", "Conversation", "LastReuse", "OpenAI", "conversation", "headers", "last_reuse", "reuse",
+]  # fmt: skip
 
 _HOMES = {
     "AsyncOpenAI": ("carryback._client", "AsyncOpenAI"),
     "OpenAI": ("carryback._client", "OpenAI"),
     "Conversation": ("carryback._conversation", "Conversation"),
     "conversation": ("carryback._conversation", "Conversation"),
+    "headers": ("carryback._headers", "headers"),
     "LastReuse": ("carryback._reuse", "LastReuse"),
     "last_reuse": ("carryback._reuse", "last_reuse"),
     "reuse": ("carryback._reuse", "reuse"),

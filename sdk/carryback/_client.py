@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -19,8 +19,9 @@ from openai._models import FinalRequestOptions
 
 from carryback import wire
 from carryback._conversation import current
+from carryback._headers import headers
 from carryback._reuse import reuse, set_last
-from carryback.identity import Identifier, turn_of
+from carryback.identity import Identifier
 
 log = logging.getLogger("carryback")
 
@@ -125,36 +126,20 @@ def _marked(client: OpenAI | AsyncOpenAI, options: FinalRequestOptions) -> Final
     for part in (options.json_data, options.extra_json):
         if isinstance(part, Mapping):
             body.update(part)
-    headers = dict(options.headers) if isinstance(options.headers, Mapping) else {}
-    given = {name.lower() for name in (*client.default_headers, *headers)}
-    messages = _messages(endpoint, body)
-    turn, step = turn_of(messages) if messages else (None, None)
-
-    ours: dict[str, str | int | None] = {}
-    conversation = current()
-    if conversation is not None:
-        if wire.CONVERSATION_ID.lower() not in given:
-            ours[wire.CONVERSATION_ID] = conversation.id
-            ours[wire.CONVERSATION_PARENT] = conversation.parent
-            conversation.used_by(client, (client.base_url, client.api_key))
-        turn = conversation.turn or turn
-    elif messages and not _is_named(given, body):
-        identity = client._identifier.identify(
-            messages,
-            body.get("tools"),
-            scope=str(client.base_url),
-            group=str(body.get("prompt_cache_key") or ""),
-        )
-        ours[wire.CONVERSATION_ID] = identity.conversation
-        ours[wire.CONVERSATION_PARENT] = identity.parent
-        turn, step = identity.turn, identity.step
-    ours[wire.TURN_ID] = turn
-    ours[wire.TURN_STEP] = step
-
+    own = dict(options.headers) if isinstance(options.headers, Mapping) else {}
+    given = {name.lower() for name in (*client.default_headers, *own)}
+    if (conversation := current()) is not None and wire.CONVERSATION_ID.lower() not in given:
+        conversation.used_by(client, (client.base_url, client.api_key))
+    ours = headers(
+        _messages(endpoint, body),
+        body.get("tools"),
+        scope=str(client.base_url),
+        group=str(body.get("prompt_cache_key") or ""),
+        given=[*given, *_named_by(body)],
+        identifier=client._identifier,
+    )
     options = copy.copy(options)  # the caller's may be used again
-    options.headers = headers | {
-        name: str(value) for name, value in ours.items() if value is not None and name.lower() not in given
-    }
+    options.headers = own | ours
     return options
 
 
@@ -173,16 +158,12 @@ def _messages(endpoint: str, body: Mapping[str, Any]) -> list[Any] | None:
     return None
 
 
-def _is_named(given: set[str], body: Mapping[str, Any]) -> bool:
-    """Whether the caller names the conversation, in any of the ways that the router reads."""
+def _named_by(body: Mapping[str, Any]) -> Iterator[str]:
+    """The fields by which the body names the conversation, as the router reads them."""
     for kind, name in wire.CONVERSATION_SOURCES:
-        if kind == "header":
-            if name.lower() in given:
-                return True
-        else:
+        if kind == "body":
             value: Any = body
             for key in name.split("."):
                 value = value.get(key) if isinstance(value, Mapping) else None
             if value is not None:
-                return True
-    return False
+                yield name

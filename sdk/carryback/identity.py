@@ -7,6 +7,10 @@ once; a second continuation is a fork, a conversation of its own that names its 
 
 What is said here is a hint: engines verify every block before they reuse it. Only ids matter, and
 the rule for them is that two conversations never share one; when in doubt, an id is new.
+
+A framework knows more: a thread, an agent's name. What goes by one *name* is one conversation, with
+an id that is the same in every process, also where its history branches off or is edited. Requests of
+the same name that begin differently, as two prompts of one program do, are told apart all the same.
 """
 
 from __future__ import annotations
@@ -48,6 +52,11 @@ _REASONING_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 _MAPPING = (dict, Mapping)
 _encode = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr).encode
 
+# Derived ids: any other namespace would do, but it must never change.
+_NAMESPACE = uuid.UUID("6ef1c1a6-6f0b-4b0e-9a52-8d5c7d1f4c0e")
+# Prompts of one name whose first message begins with the same characters are one conversation's.
+_HEAD_CHARACTERS = 64
+
 # What a message is to a turn.
 _USER, _ASSISTANT, _SYSTEM, _TOOL = "u", "a", "s", "t"
 _ROLES = {"user": _USER, "assistant": _ASSISTANT, "system": _SYSTEM, "developer": _SYSTEM}
@@ -63,7 +72,7 @@ class Identity:
         turn: id of its turn within the conversation: `1` from the first user message to the final
             answer, and so on.
         step: which model call of the turn it is, from 1.
-        is_new: the id was made for this request.
+        is_new: nothing that it continues is known; the id was made for it, or is that of its name.
         is_edited: the conversation was told from a history that had been edited or trimmed.
     """
 
@@ -94,6 +103,11 @@ class _State:
         return key if key is not None and self.open[key] else None
 
 
+def derived_id(*names: str) -> str:
+    """The id of the conversation that a framework knows by these names, the same in every process."""
+    return f"c-{uuid.uuid5(_NAMESPACE, json.dumps(names)).hex}"
+
+
 class Identifier:
     """Recognises conversations by their messages. Safe to share between threads and tasks.
 
@@ -111,6 +125,7 @@ class Identifier:
         self._lock = threading.Lock()
         self._states: OrderedDict[bytes, _State] = OrderedDict()
         self._tails: dict[bytes, bytes] = {}  # key of a state's newest messages -> its digest
+        self._beginnings: OrderedDict[bytes, str] = OrderedDict()  # of what goes by a name -> its id
 
     def __len__(self) -> int:
         return len(self._states)
@@ -122,6 +137,7 @@ class Identifier:
         *,
         scope: str = "",
         group: str = "",
+        name: str = "",
     ) -> Identity:
         """Say which conversation a request belongs to, and remember it for the next one.
 
@@ -132,10 +148,12 @@ class Identifier:
                 conversations whose messages are all equal.
             scope: conversations of different scopes (tenants) never meet.
             group: the same, for a group within a scope, e.g. OpenAI's `prompt_cache_key`.
+            name: the id of the conversation that a framework says it is (see `derived_id`). Branches
+                keep it. Prompts that begin differently get ids that derive from it.
         """
         frames, kinds = _canonical(messages)
         # Everything below hangs on the scope's own digest, so that scopes cannot meet.
-        root = digest = _digest(json.dumps([scope, group]).encode())
+        root = digest = _digest(json.dumps([scope, group, name]).encode())
         chain = [root]
         for frame in frames:
             digest = blake2b(digest + frame, digest_size=16).digest()
@@ -146,11 +164,18 @@ class Identifier:
             for at in range(max(0, len(frames) - _TAIL - _ADDED), len(frames))
             if kinds[at] != _SYSTEM
         ]
+        beginning = _beginning(frames, kinds) if name else b""
         with self._lock:
-            return self._identify(chain, kinds, recent, tools_digest)
+            return self._identify(chain, kinds, recent, tools_digest, name, beginning)
 
     def _identify(
-        self, chain: list[bytes], kinds: str, recent: list[tuple[int, bytes]], tools: bytes
+        self,
+        chain: list[bytes],
+        kinds: str,
+        recent: list[tuple[int, bytes]],
+        tools: bytes,
+        name: str,
+        beginning: bytes,
     ) -> Identity:
         parent: str | None = None
         conversation = ""
@@ -174,9 +199,14 @@ class Identifier:
             is_edited = True
         is_new = not conversation
         if is_new:
-            conversation = f"c-{uuid.uuid4().hex}"
             if repeated := self._states.get(chain[-1]):
                 parent, turn = repeated.conversation, repeated.turn
+            if name:
+                is_new = parent is None
+                conversation = parent or self._named(chain[0], beginning, name)
+                parent = name if conversation != name else None
+            else:
+                conversation = f"c-{uuid.uuid4().hex}"
 
         if kinds.strip(_SYSTEM):
             self._remember(chain[-1], kinds, recent, tools, conversation, turn)
@@ -188,6 +218,21 @@ class Identifier:
             is_new=is_new,
             is_edited=is_edited,
         )
+
+    def _named(self, root: bytes, beginning: bytes, name: str) -> str:
+        """The id of a prompt that continues nothing: the name, for the first that goes by it."""
+        key = _digest(root + beginning)
+        known = self._beginnings.get(key)
+        if known is None:
+            is_first = root not in self._beginnings
+            known = name if is_first else derived_id(name, beginning.hex())
+            self._beginnings[key] = known
+        self._beginnings[root] = name
+        for each in (key, root):
+            self._beginnings.move_to_end(each)
+        while len(self._beginnings) > 2 * self.capacity:
+            self._beginnings.popitem(last=False)
+        return known
 
     def _longest(self, chain: list[bytes], kinds: str) -> tuple[int, _State | None]:
         """The longest state that the request extends, and its number of messages."""
@@ -299,6 +344,17 @@ def _kind(message: object) -> str:
     ):
         return _TOOL
     return kind
+
+
+def _beginning(frames: list[bytes], kinds: str) -> bytes:
+    """How a prompt begins: the start of its first message, and its first question.
+
+    A system prompt may change further on, by a date in it. What is before can be reused.
+    """
+    if not frames:
+        return b""
+    question = next((at for at, kind in enumerate(kinds) if kind != _SYSTEM), 0)
+    return _digest(frames[0][:_HEAD_CHARACTERS] + b"\0" + frames[question])
 
 
 def _is_reasoning(message: object) -> bool:
