@@ -1,0 +1,1 @@
+"""OpenAI Agents SDK: every model call says which conversation and turn it belongs to."""

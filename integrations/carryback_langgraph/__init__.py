@@ -1,0 +1,1 @@
+"""LangGraph and LangChain: every model call says which conversation and turn it belongs to."""
