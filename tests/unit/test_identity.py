@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 import pytest
-from carryback.identity import Identifier, Identity, turn_of
+from carryback.identity import Identifier, Identity, derived_id, turn_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -477,3 +477,77 @@ def test_a_turn_changes_with_a_user_message_only(roles: list[str], data: st.Data
     turns = [turn_of(messages[:n])[0] for n in range(len(messages) + 1)]
     for (before, after), role in zip(itertools.pairwise(turns), roles, strict=True):
         assert (before != after) == (role == "user")
+
+
+# Conversations that a framework names
+
+
+def test_what_goes_by_a_name_is_one_conversation_in_every_process() -> None:
+    name = derived_id("thread-7", "agent")
+    assert (
+        len({name, derived_id("thread-7"), derived_id("agent", "thread-7"), derived_id("thread-7agent")}) == 4
+    )
+    here, there = Identifier(), Identifier()
+    seen = [here.identify(talk("ann", turns), name=name) for turns in (1, 2)]
+    seen.append(there.identify(talk("ann", 3), name=name))
+    assert {one.conversation for one in seen} == {name}
+    assert [one.parent for one in seen] == [None, None, None]
+    assert [one.turn for one in seen] == ["1", "2", "3"]
+
+
+def test_branches_edits_and_repeats_of_a_name_keep_it() -> None:
+    identifier = Identifier()
+    name = derived_id("thread-7")
+    for turns in (1, 2, 3, 4):
+        identifier.identify(talk("ann", turns), name=name)
+    branch = [*talk("ann", 2)[:-1], user("something else")]
+    edited = [SYSTEM, user("ann asks 1"), answer("she never heard"), user("ann asks 2")]
+    for messages in (talk("ann", 5)[3:], branch, talk("ann", 4), talk("ann", 4), edited):
+        seen = identifier.identify(messages, name=name)
+        assert (seen.conversation, seen.parent) == (name, None)
+
+
+def test_a_system_prompt_with_a_date_in_it_keeps_its_name() -> None:
+    identifier = Identifier()
+    name = derived_id("thread-7")
+    for clock in ("12:05", "12:06", "12:07"):
+        prompt = {"role": "system", "content": f"You are a helpful agent. {'Be brief. ' * 9} It is {clock}."}
+        assert identifier.identify([prompt, user("hi")], name=name).conversation == name
+
+
+def test_prompts_of_one_name_that_begin_differently_are_told_apart() -> None:
+    name = derived_id("thread-7")
+    planner = [{"role": "system", "content": "You plan."}, user("a house")]
+    critic = [{"role": "system", "content": "You criticise."}, user("a house")]
+    questions = [[SYSTEM, user(f"question {number}")] for number in range(3)]
+    by_process = []
+    for _ in range(2):
+        identifier = Identifier()
+        first = [identifier.identify(each, name=name) for each in (planner, critic, *questions)]
+        again = [
+            identifier.identify([*each, answer("well"), user("go on")], name=name)
+            for each in (planner, critic, *questions)
+        ]
+        ids = [one.conversation for one in first]
+        assert ids == [one.conversation for one in again]
+        assert ids[0] == name
+        assert len(set(ids)) == 5
+        assert [one.parent for one in first] == [None, name, name, name, name]
+        by_process.append(ids)
+    assert by_process[0] == by_process[1]
+
+
+def test_names_do_not_meet_each_other_or_what_has_none() -> None:
+    identifier = Identifier()
+    one = identifier.identify(talk("ann", 1), name=derived_id("1")).conversation
+    two = identifier.identify(talk("ann", 2), name=derived_id("2")).conversation
+    none = identifier.identify(talk("ann", 2)).conversation
+    assert len({one, two, none}) == 3
+
+
+def test_memory_of_names_is_bounded() -> None:
+    identifier = Identifier(capacity=10)
+    for number in range(200):
+        identifier.identify(talk(f"ann {number}", 1), name=derived_id(str(number)))
+    assert len(identifier._beginnings) <= 20
+    assert len(identifier) <= 10
