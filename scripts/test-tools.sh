@@ -1,22 +1,38 @@
 #!/bin/sh
-# Installs what the tests need beside Python packages: redis-server, for state that routers share.
+# Installs what the tests need beside .venv: redis-server, for state that routers share, and LlamaIndex, which
+# needs an older openai and so an environment of its own.
 set -eu
+cd "$(dirname "$0")/.."
 
-command -v redis-server >/dev/null && exit 0
+llama_index() {
+    pins=requirements/llamaindex.txt environment=.venv/llama-index
+    cmp -s $pins $environment/installed && return
+    echo "Installing LlamaIndex"
+    test -x $environment/bin/python || .venv/bin/python -m venv $environment
+    $environment/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $pins
+    cp $pins $environment/installed
+}
 
-if [ "$(id -u)" -eq 0 ]; then
-    as_root=""
-elif sudo -n true 2>/dev/null; then
-    as_root="sudo -n"
-else
-    echo "The tests need redis-server (6.2 or newer) on the PATH. Install it as root: apt-get install redis-server" >&2
-    exit 1
-fi
-if ! command -v apt-get >/dev/null; then
-    echo "The tests need redis-server (6.2 or newer) on the PATH, and there is no apt-get to install it." >&2
-    exit 1
-fi
+redis() {
+    command -v redis-server >/dev/null && return
 
-echo "Installing redis-server"
-$as_root apt-get update -qq
-$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends redis-server >/dev/null
+    if [ "$(id -u)" -eq 0 ]; then
+        as_root=""
+    elif sudo -n true 2>/dev/null; then
+        as_root="sudo -n"
+    else
+        echo "The tests need redis-server (6.2 or newer) on the PATH. Install it as root: apt-get install redis-server" >&2
+        exit 1
+    fi
+    if ! command -v apt-get >/dev/null; then
+        echo "The tests need redis-server (6.2 or newer) on the PATH, and there is no apt-get to install it." >&2
+        exit 1
+    fi
+
+    echo "Installing redis-server"
+    $as_root apt-get update -qq
+    $as_root env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends redis-server >/dev/null
+}
+
+redis
+llama_index
