@@ -47,6 +47,7 @@ class FakeServer:
         failures: statuses to answer the next requests with, one each.
         reuse: value of the reuse header, or None for a server that knows nothing of it.
         knows_conversations: whether `DELETE /v1/conversations/{id}` is there.
+        calls_tools: whether a user's message is answered by a call of the first tool, where there is one.
     """
 
     base_url: str = ""
@@ -54,6 +55,7 @@ class FakeServer:
     failures: list[int] = field(default_factory=list)
     reuse: str | None = None
     knows_conversations: bool = True
+    calls_tools: bool = False
 
     @property
     def last(self) -> Request:
@@ -80,6 +82,8 @@ class FakeServer:
         if path not in answers:
             raise web.HTTPNotFound
         answer = answers[path](body)
+        if self.calls_tools and (call := tool_call(path, body)):
+            put_call(path, answer, call)
         extra = {}
         if self.reuse is not None:
             extra = {
@@ -139,6 +143,38 @@ def response(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def tool_call(path: str, body: dict[str, Any]) -> tuple[str, str] | None:
+    """The name and the arguments of the call that answers a user's message, if there are tools."""
+    said = body.get("input" if path == "/responses" else "messages")
+    by_user = isinstance(said, str) or (isinstance(said, list) and said[-1].get("role") == "user")
+    if not by_user or not body.get("tools") or body.get("tool_choice") == "none":
+        return None
+    tool = body["tools"][0]
+    function = tool.get("function", tool)
+    schema = function.get("parameters") or {}
+    values = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}}
+    arguments = {
+        name: values.get(field.get("type"), "flange") for name, field in schema.get("properties", {}).items()
+    }
+    return function["name"], json.dumps(arguments)
+
+
+def put_call(path: str, answer: dict[str, Any], call: tuple[str, str]) -> None:
+    """Make an answer one that calls a tool."""
+    name, arguments = call
+    if path == "/responses":
+        item = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "status": "completed"}
+        answer["output"] = [item | {"name": name, "arguments": arguments}]
+        return
+    function = {"name": name, "arguments": arguments}
+    choice = answer["choices"][0]
+    choice["message"] |= {
+        "content": None,
+        "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
+    }
+    choice["finish_reason"] = "tool_calls"
+
+
 def events(path: str, answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The events of an answer that is streamed: names and data."""
     if path == "/responses":
@@ -148,6 +184,20 @@ def events(path: str, answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, json.dumps({"type": name, "sequence_number": number, "response": body})
         return
     choice = answer["choices"][0]
+    if calls := choice.get("message", {}).get("tool_calls"):
+        delta = {"role": "assistant", "tool_calls": [{"index": 0, **calls[0]}]}
+        for part in ({"delta": delta, "finish_reason": None}, {"delta": {}, "finish_reason": "tool_calls"}):
+            kind = "chat.completion.chunk"
+            chunk = {
+                "id": "1",
+                "object": kind,
+                "created": 1,
+                "model": "fake",
+                "choices": [{"index": 0, **part}],
+            }
+            yield "", json.dumps(chunk)
+        yield "", "[DONE]"
+        return
     text = choice["message"]["content"] if path == "/chat/completions" else choice["text"]
     for at, piece in enumerate((text[:3], text[3:])):
         last = "stop" if at else None
