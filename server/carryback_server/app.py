@@ -95,6 +95,7 @@ class Router:
         admin.router.add_post("/admin/reload", self._reload, **expect)
         admin.router.add_get("/admin/conversations", self._list_all, **expect)
         admin.router.add_delete("/admin/conversations/{tenant}/{id}", self._delete_any, **expect)
+        admin.router.add_get("/admin/conversations/{tenant}/{id}/explain", self._explain, **expect)
         for each in (clients, admin):
             each.router.add_get("/health", self._health, **expect)
             each.router.add_get("/ready", self._ready, **expect)
@@ -323,6 +324,10 @@ class Router:
 
     async def _delete_any(self, request: web.Request) -> web.Response:
         return await self._delete_of(request, request.match_info["tenant"])
+
+    async def _explain(self, request: web.Request) -> web.Response:
+        name = request.match_info["tenant"], request.match_info["id"]
+        return _json(await self.pipeline.explain(*name))
 
     def _view(self, conversation: Conversation, record: Record | None) -> dict[str, Any]:
         name = conversation.tenant, conversation.id

@@ -1,9 +1,10 @@
-"""The command line: `carryback serve`, `router`, `key new`, `model fetch` and `version`."""
+"""The command line: `carryback serve`, `router`, `explain`, `key new`, `model fetch` and `version`."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import platform
 import secrets
@@ -16,14 +17,16 @@ from contextlib import asynccontextmanager, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
+from urllib.parse import quote
 
+import aiohttp
 import typer
 import uvloop
 from pydantic import SecretStr, ValidationError
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from carryback_server import launch, model, tenants
+from carryback_server import launch, model, tenants, told
 from carryback_server import workers as worker_processes
 from carryback_server.access_log import set_up_logging
 from carryback_server.app import Router
@@ -184,6 +187,24 @@ def router(
             uvloop.run(_run_workers(settings))
         else:
             uvloop.run(_route(settings, reload=read))
+
+
+@app.command()
+def explain(
+    conversation: Annotated[str, typer.Argument(help="Its id, as X-Carryback-Conversation has it.")],
+    url: Annotated[str, typer.Option(help="The router's admin port.")] = "http://127.0.0.1:8001",
+    tenant: Annotated[str, typer.Option(help="Whose conversation it is.")] = "default",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the router's answer as it is.")] = False,
+) -> None:
+    """Say why a conversation's last request reused what it reused."""
+    path = f"/admin/conversations/{quote(tenant, safe='')}/{quote(conversation, safe='')}/explain"
+    with _explained():
+        found = asyncio.run(_get(url.rstrip("/") + path))
+    if as_json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))  # noqa: T201
+    else:
+        for line in told.lines(found):
+            out.print(line)
 
 
 @key_app.command("new")
@@ -458,6 +479,27 @@ def _checked_model(name: str) -> str:
     if name.startswith(("/", ".", "~")):
         raise ConfigError(f"--model {name}: no such folder")
     return name
+
+
+async def _get(url: str) -> dict[str, Any]:
+    """What the router's admin port answers.
+
+    Raises:
+        ConfigError: nothing, or an error.
+    """
+    try:
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            found: Any = await response.json(content_type=None)
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise ConfigError(
+            f"no answer from {url} ({error}); give the router's admin port with --url, by default one above its port"
+        ) from error
+    if not isinstance(found, dict) or found.get("object") != "conversation.explanation":
+        problem = found.get("error") if isinstance(found, dict) else None
+        if isinstance(problem, dict) and problem.get("code") != "unknown_endpoint":
+            raise ConfigError(problem.get("message"))
+        raise ConfigError(f"{url} is not the admin port of a router that explains; give it with --url")
+    return found
 
 
 def _is_installed(distribution: str) -> bool:

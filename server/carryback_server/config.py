@@ -31,6 +31,9 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+# What `carryback serve` keeps to explain reuse, if nobody but this machine reaches it.
+EXPLAIN_BYTES = 64 * 1024 * 1024
+
 
 class EngineConfig(BaseModel):
     """One vLLM engine, or several that share a name in DNS or one server, as the router reaches them.
@@ -107,6 +110,12 @@ def _is_ip(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _is_loopback(*hosts: str) -> bool:
+    return all(
+        host == "localhost" or (_is_ip(host) and ipaddress.ip_address(host).is_loopback) for host in hosts
+    )
 
 
 def _separated(value: object) -> object:
@@ -223,6 +232,9 @@ class RouterConfig(BaseModel, extra="forbid"):
     identity_capacity: int = Field(100_000, gt=0)
     "Message histories remembered to recognise conversations of clients that send no id."
 
+    explain_bytes: int = Field(0, ge=0)
+    "Of requests and answers that are kept in memory to explain what was reused; 0: none are."
+
     @property
     def is_shared(self) -> bool:
         """Whether other routers share this one's state."""
@@ -313,6 +325,8 @@ class ServeConfig(_Settings, RouterConfig):
     def router(self, engines: list[EngineConfig]) -> RouterConfig:
         """The router's part, with these engines."""
         mine = self.model_dump(include=set(RouterConfig.model_fields) - {"engines"})
+        if "explain_bytes" not in self.model_fields_set and _is_loopback(self.host, self.admin_host):
+            mine["explain_bytes"] = EXPLAIN_BYTES
         return RouterConfig(**mine, engines=engines)
 
 

@@ -147,7 +147,7 @@ class Endpoint:
 
         Engines greet before they know whether the request will work: only what comes after is an answer.
         """
-        return all(self._is_greeting(name, data) for name, data in _events(head))
+        return all(self._is_greeting(name, data) for name, data in events(head))
 
     def _is_greeting(self, name: bytes, data: bytes) -> bool:
         raise NotImplementedError
@@ -156,7 +156,7 @@ class Endpoint:
         """The error, as this endpoint's error object (JSON), of a stream that begins with one."""
         if b"error" not in head and b"failed" not in head:
             return None
-        for name, data in _events(head):
+        for name, data in events(head):
             if (error := self._error(name, data)) is not None:
                 return error
             if not self._is_greeting(name, data):
@@ -277,7 +277,7 @@ class _Choosing(Endpoint):
         """See `Endpoint.boundary`."""
         calls = False
         reason = None
-        for _, part in _events(data) if streamed else [(b"", data)]:
+        for _, part in events(data) if streamed else [(b"", data)]:
             if (chunk := _decoded(part, _Choices)) is None:
                 continue
             for choice in chunk.choices:
@@ -450,7 +450,7 @@ class AnthropicMessages(Endpoint):
         """See `Endpoint.boundary`."""
         reason = None
         if streamed:
-            for name, part in _events(data):
+            for name, part in events(data):
                 if name == b"message_delta" and (event := _decoded(part, _MessageDelta)) is not None:
                     reason = event.delta.stop_reason or reason
         elif (message := _decoded(data, _Stop)) is not None:
@@ -520,14 +520,14 @@ def final_response(data: bytes, streamed: bool) -> bytes:
     """
     if not streamed:
         return data
-    for _, part in _events(data):
+    for _, part in events(data):
         fields = _decoded(part, dict[str, msgspec.Raw])
         if fields is not None and (response := fields.get("response")) is not None:
             return bytes(response)
     return b""
 
 
-def _events(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+def events(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """The events, name and data, that end within a part of a stream.
 
     https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation

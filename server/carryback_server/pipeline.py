@@ -26,6 +26,7 @@ from carryback_server.config import RouterConfig
 from carryback_server.endpoints import ENDPOINTS, Endpoint, Responses
 from carryback_server.engines import Engine, EngineDown, Visit
 from carryback_server.errors import ApiError
+from carryback_server.explain import CannotAsk, Explanation, Explanations, Kept, explain
 from carryback_server.hold import EXPIRY_MARGIN_S, Holding, whole
 from carryback_server.identify import Who, identify
 from carryback_server.metrics import Metrics
@@ -35,6 +36,7 @@ from carryback_server.relay import Answer, Relay, begin
 from carryback_server.state import Conversation, Record, StateDown, make_state
 from carryback_server.tenants import Tenant, Tenants
 from carryback_server.tracing import Trace, make_tracer
+from carryback_server.upstream import Reply
 
 logger = logging.getLogger("carryback")
 
@@ -58,6 +60,7 @@ class Trip:
         hold_s: how long the decode engine is to hold its KV, in seconds.
         why_none: why there is no record for it.
         holder: the decode engine that had its record.
+        kept: what is kept of it to explain its reuse, if anything is.
     """
 
     request: web.Request
@@ -76,6 +79,7 @@ class Trip:
     hold_s: float = 0.0
     why_none: str = ""
     holder: Engine | None = None
+    kept: Kept | None = None
 
 
 @dataclass
@@ -135,6 +139,7 @@ class Pipeline:
             on_message=on_message,
             observe=metrics.observe_state,
         )
+        self._explanations = Explanations(config.explain_bytes)
         self._chains = Chains(self.state, ttl_s=config.response_ttl_s, max_bytes=config.max_response_bytes)
         self.holding = Holding(config, self.state, metrics, lambda name: self.pool.find(name))
         self.pool = Pool(
@@ -164,6 +169,7 @@ class Pipeline:
         Raises:
             StateDown: nobody knows.
         """
+        self._explanations.forget(tenant, conversation_id)
         known, record = await self.state.delete(tenant, conversation_id)
         if record is not None:
             self.holding.drop(record)
@@ -213,6 +219,7 @@ class Pipeline:
             of_tenant = self._metrics.in_flight_of(tenant.name)
             of_tenant.inc()
             prefilled = Prefilled(Reuse("miss", 0, trip.alone))
+            record = None
             try:
                 if not trip.alone:
                     with trip.trace.step("recall") as step:
@@ -221,6 +228,8 @@ class Pipeline:
                     prefilled = await self._prefill(trip, record)
                 trip.entry.reuse = prefilled.reuse
                 trip.headers[wire.CARRYBACK_REUSE] = trip.conversation.reuse = prefilled.reuse.header()
+                if self._explanations.is_on and trip.conversation.id:
+                    self._keep(trip, record, prefilled.reuse)
                 return await self._decode(trip, prefilled)
             except Refused as refused:
                 headers = {**trip.headers, "Content-Type": refused.content_type}
@@ -232,6 +241,8 @@ class Pipeline:
                 self.in_flight[name] -= 1
                 if not self.in_flight[name]:
                     del self.in_flight[name]
+                if trip.kept is not None:
+                    self._explanations.settle(trip.kept)
                 if trip.conversation.id:
                     await self._close(trip)
 
@@ -255,17 +266,54 @@ class Pipeline:
         async with tenant.admit():
             data = await self._read(request)
             tenant.check_model(Body(data).get("model"))
-            engine = less_loaded(self.pool.of("prefill")) or less_loaded(self.pool.of("decode"))
-            if engine is None:
-                raise ApiError(503, "no engine is up", code="no_engine")
-            timeout_s = self._config.prefill_timeout_s
-            try:
-                async with engine.within(timeout_s):
-                    reply = await engine.post(request.path, data, request_id=self._key())
-                    content = await reply.read()
-            except EngineDown as error:
-                raise ApiError(502, "the engine did not answer", code="engine_failed") from error
+            reply, content = await self._ask_any(request.path, data)
         return web.Response(status=reply.status, body=content, headers={"Content-Type": reply.content_type})
+
+    async def explain(self, tenant: str, conversation: str) -> Explanation:
+        """Why a conversation's last request reused what it reused.
+
+        Raises:
+            ApiError: 404, nothing of it is kept here.
+        """
+        if not self._explanations.is_on:
+            message = "explanations are off: set explain_bytes, e.g. to 67108864, and start the router again"
+            raise ApiError(404, message, code="explain_off", param="explain_bytes")
+        if not (requests := self._explanations.get(tenant, conversation)):
+            raise ApiError(
+                404,
+                f"no request of conversation {conversation!r} of tenant {tenant!r} is kept here: it was never "
+                "sent, was deleted, or had to make room (explain_bytes); of several routers or workers, each "
+                "knows only what it served itself",
+                code="conversation_not_found",
+                param="id",
+            )
+
+        async def ask(path: str, data: bytes) -> bytes:
+            try:
+                reply, content = await self._ask_any(path, data)
+            except ApiError as error:
+                raise CannotAsk(f"{path}: {error.message}") from error
+            if reply.status != 200:
+                raise CannotAsk(f"{path}: the engine answered with status {reply.status}")
+            return content
+
+        return await explain(requests, ask)
+
+    async def _ask_any(self, path: str, data: bytes) -> tuple[Reply, bytes]:
+        """What an engine, any, answers at once.
+
+        Raises:
+            ApiError: none is up, or it did not answer.
+        """
+        engine = less_loaded(self.pool.of("prefill")) or less_loaded(self.pool.of("decode"))
+        if engine is None:
+            raise ApiError(503, "no engine is up", code="no_engine")
+        try:
+            async with engine.within(self._config.prefill_timeout_s):
+                reply = await engine.post(path, data, request_id=self._key())
+                return reply, await reply.read()
+        except EngineDown as error:
+            raise ApiError(502, "the engine did not answer", code="engine_failed") from error
 
     # -- identify
 
@@ -489,6 +537,8 @@ class Pipeline:
                 raise ApiError(503, "no decode engine is up", code="no_engine")
             tried.append(engine)
             key = self._key()
+            if trip.kept is not None:
+                trip.kept.key, trip.kept.decode_engine = key, engine.name
             hold_s = trip.hold_s if engine.is_heard else 0
             data = trip.endpoint.for_decode(trip.body, {**params, "carryback_key": key, "hold_s": hold_s})
             if params:
@@ -529,6 +579,19 @@ class Pipeline:
             finally:
                 self.holding.land(key, None)
 
+    def _keep(self, trip: Trip, record: Record | None, reuse: Reuse) -> None:
+        trip.kept = Kept(
+            trip.tenant.name,
+            trip.conversation.id,
+            trip.who.turn,
+            trip.who.step,
+            trip.endpoint,
+            trip.body,
+            reuse,
+            prefill_engine=trip.entry.prefill_engine,
+        )
+        self._explanations.begin(trip.kept, record)
+
     async def _begin(
         self, engine: Engine, trip: Trip, data: bytes, key: str, headers: Mapping[str, str]
     ) -> Answer:
@@ -565,6 +628,8 @@ class Pipeline:
         )
         if answer.status < 400 and answer.error is None:
             trip.conversation.boundary = "unfinished"  # until its end is there
+            if trip.kept is not None:
+                trip.kept.is_streamed, relay.keep = answer.is_stream, trip.kept.keep
         trip.entry.streamed = answer.is_stream
         self._metrics.streams.inc(answer.is_stream)
         try:

@@ -78,6 +78,9 @@ class Relay:
             `Watch.tail` has, before the client gets the end: the official client hangs up as soon as it has
             seen it, and may send its next request at once.
         before_end: waited for after that, with the same, before the end is sent on.
+
+    Attributes:
+        keep: called with each piece of the answer, if set.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Relay:
         self._last: list[bytes] = []
         self._has_ended = False
         self._drain: asyncio.Task[None] | None = None
+        self.keep: Callable[[bytes], None] | None = None
         self.bytes_out = 0
         self.error_code = ""
 
@@ -109,6 +113,8 @@ class Relay:
         if not answer.is_stream:
             self.bytes_out = len(answer.first)
             if answer.status < 400:
+                if self.keep is not None:
+                    self.keep(answer.first)
                 self._on_end(answer.first)
                 await self._before_end(answer.first)
             return web.Response(status=answer.status, body=answer.first, headers=headers)
@@ -168,6 +174,8 @@ class Relay:
 
     def _look(self, piece: bytes) -> bool:
         """Look for the answer's end; whether the piece may go out already."""
+        if self.keep is not None:
+            self.keep(piece)
         if not self._has_ended:
             if not self._watch.ends(piece):
                 return True

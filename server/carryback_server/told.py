@@ -1,0 +1,89 @@
+"""An explanation of a request's reuse, told to a person at a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rich.text import Text
+
+
+def lines(found: dict[str, Any]) -> Iterator[Text]:
+    """The lines to print.
+
+    Args:
+        found: what `GET /admin/conversations/{tenant}/{id}/explain` answered.
+    """
+    turn = f", turn {found['turn']}.{found['step']}" if found["turn"] else ""
+    yield Text(
+        f"{found['conversation']}{turn}, {found['endpoint']}, {_ago(time.time() - found['at'])} ago", "bold"
+    )
+    color = {"hit": "green", "partial": "yellow"}.get(found["outcome"], "red")
+    if found["prompt_tokens"]:
+        counts = (
+            f": of {found['prompt_tokens']:,} prompt tokens {found['reused_tokens']:,} were read back, "
+            f"{found['cached_tokens']:,} were in the prefill engine's cache, "
+            f"{found['recomputed_tokens']:,} were computed"
+        )
+    else:
+        counts = ""
+    yield Text.assemble((found["outcome"], color), f" ({found['reason']}){counts}.")
+    yield Text(found["means"])
+    if found["outcome"] == "hit":
+        yield Text("What was computed is new, or fills no whole block.")
+    if found["lost_tokens"]:
+        is_all = found["lost_tokens"] == found["held_tokens"]
+        lost = "none" if is_all else f"all but the last {found['lost_tokens']:,}"
+        yield Text(
+            f"{found['held_tokens']:,} tokens were held, in whole blocks; {lost} of them could be used."
+        )
+    if found["do"]:
+        yield Text(f"Do: {found['do']}")
+    if found["parting"] is not None:
+        yield Text()
+        yield from _parting(found["parting"], found["prompt_tokens"])
+    for number, cause in enumerate(found["causes"]):
+        yield Text()
+        yield Text(f"{'Also' if number else 'Likely'}: {cause['what']}")
+        yield Text(f"Do: {cause['do']}")
+    if found["compared"] == "tokens" and not found["causes"]:
+        yield Text("The prompt begins with the whole prompt before it.")
+    if found["why"]:
+        yield Text()
+        lead = (
+            "Compared by messages, not by tokens: " if found["compared"] == "messages" else "Not compared: "
+        )
+        yield Text(f"{lead}{found['why']}.")
+
+
+def _parting(parting: dict[str, Any], prompt_tokens: int) -> Iterator[Text]:
+    at = ""
+    if parting["until"] is not None:
+        at = f" between tokens {parting['token']:,} and {parting['until']:,}"
+    elif parting["token"] is not None:
+        at = f" at token {parting['token']:,}"
+    of = f" of {prompt_tokens:,}" if at and prompt_tokens else ""
+    yield Text(f"The prompts part{at}{of}, in {parting['where']}:")
+    before = _shown(parting["before"])
+    if parting["held"] == parting["new"]:
+        yield Text(f"  both  ...{before}{_shown(parting['new'])}")
+        return
+    for name in ("held", "new"):
+        yield Text.assemble(f"  {name:<5} ...{before}", (_shown(parting[name]) or "(nothing)", "bold"))
+
+
+def _ago(seconds: float) -> str:
+    minutes = int(seconds // 60)
+    return (
+        f"{max(int(seconds), 0)} s"
+        if minutes < 2
+        else f"{minutes} min"
+        if minutes < 120
+        else f"{minutes // 60} h"
+    )
+
+
+def _shown(text: str) -> str:
+    """A text on one line, and without what a terminal would obey."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
