@@ -1,0 +1,73 @@
+"""Telling the server that conversations are over."""
+
+from __future__ import annotations
+
+import logging
+from types import NoneType
+from typing import Any
+from urllib.parse import quote
+
+import openai
+from langchain_core.runnables import Runnable
+from langchain_openai.chat_models.base import BaseChatOpenAI
+
+from carryback_langgraph._lineage import lineage
+from carryback_langgraph._mark import unwrap
+
+log = logging.getLogger("carryback")
+
+TIMEOUT_S = 10.0
+
+
+def release(model: Runnable[Any, Any], *conversations: str) -> None:
+    """Let the server release what it holds of conversations, and of those that they started in this process.
+
+    A courtesy: a server lets go by itself after a while. Servers that know nothing of conversations, or
+    cannot be reached, are left alone.
+
+    Args:
+        model: an OpenAI chat model that talks to the server.
+        conversations: their ids, see `conversation_id`.
+
+    Raises:
+        ValueError: the model has no synchronous OpenAI client.
+    """
+    client = _client(model, "root_client")
+    for conversation in _with_descendants(conversations):
+        try:
+            client.delete(_path(conversation), cast_to=NoneType, options={"timeout": TIMEOUT_S})
+        except openai.APIError as error:
+            log.debug("conversation %s was not released: %s", conversation, error)
+
+
+async def arelease(model: Runnable[Any, Any], *conversations: str) -> None:
+    """`release`, for asyncio.
+
+    Raises:
+        ValueError: the model has no asynchronous OpenAI client.
+    """
+    client = _client(model, "root_async_client")
+    for conversation in _with_descendants(conversations):
+        try:
+            await client.delete(_path(conversation), cast_to=NoneType, options={"timeout": TIMEOUT_S})
+        except openai.APIError as error:
+            log.debug("conversation %s was not released: %s", conversation, error)
+
+
+def _client(model: Runnable[Any, Any], attribute: str) -> Any:
+    base, _ = unwrap(model)
+    client = getattr(base, attribute, None) if isinstance(base, BaseChatOpenAI) else None
+    if client is None:
+        raise ValueError(f"{type(base).__name__} has no OpenAI client (`{attribute}`) to release with")
+    return client
+
+
+def _with_descendants(conversations: tuple[str, ...]) -> list[str]:
+    found: dict[str, None] = {}
+    for conversation in conversations:
+        found.update(dict.fromkeys([conversation, *lineage.descendants(conversation)]))
+    return list(found)
+
+
+def _path(conversation: str) -> str:
+    return f"/conversations/{quote(conversation, safe='')}"
