@@ -5,7 +5,6 @@ measured. It connects, sends one request on each stream to warm up, prints `read
 its standard input, sends the load, and prints what it saw as JSON.
 """
 
-# ruff: noqa: T201
 from __future__ import annotations
 
 import asyncio

@@ -8,7 +8,6 @@ Each record is of a conversation of 24k tokens in blocks of 16: 1,500 digests of
 a redis-server that is started for it, one after the other. 100,000 of them need about 4 GB.
 """
 
-# ruff: noqa: T201
 from __future__ import annotations
 
 import argparse

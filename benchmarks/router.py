@@ -7,7 +7,6 @@ All of them serve the same traffic from the same stub engines on this machine, i
 else the machine does hits all alike. See README.md for what is measured and how to read it.
 """
 
-# ruff: noqa: T201
 from __future__ import annotations
 
 import argparse

@@ -39,9 +39,8 @@ def ask(client: openai.OpenAI, model: str, crew: Crew, question: str, tool: str)
             max_completion_tokens=64 if tool_choice != "none" else 24,
             temperature=0,
         )
-        print(
-            f"  [{crew.name}] {response.headers.get('X-Carryback-Reuse', 'the server says nothing of reuse')}"
-        )
+        reuse = response.headers.get("X-Carryback-Reuse", "unknown, the server is not carryback's")
+        print(f"  [{crew.name}] reuse: {reuse}")
         message = response.parse().choices[0].message
         crew.messages.append(message.model_dump(exclude_none=True))
         if not message.tool_calls:

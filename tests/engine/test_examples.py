@@ -1,0 +1,54 @@
+"""Every example as a user runs it, on real engines: what its model calls reuse, counted by tokens.
+
+The model's tokens are bytes, so its contexts are as long as the examples' texts are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from carryback_server.supervisor import Engines
+from pair import Client, Pair, commands_for
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from examples import EXAMPLES, Call, measure
+
+# Without it a grammar lets this model write spaces without end.
+ENGINE_ARGS = (
+    "--max-model-len", "16384",
+    "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
+)  # fmt: skip
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def client(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Client]:
+    """A client of a router before engines with a long context."""
+    argv = pair.commands[0].argv
+    commands = commands_for(Path(argv[argv.index("--model") + 1]), *ENGINE_ARGS)
+    with pair.paused("prefill", "decode"):
+        async with Engines(commands, log_dir=tmp_path_factory.mktemp("examples")) as engines:
+            await engines.wait_ready()
+            async with Pair(engines, commands, pair.session).router() as client:
+                yield client
+
+
+def reused(calls: list[Call]) -> int:
+    return sum(call.reuse.tokens + call.reuse.cached for call in calls)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+async def test_an_example_computes_what_is_new(client: Client, example: str) -> None:
+    meter, printed = await measure(example, f"{client.url}/v1")
+    later = [call for call in meter.calls if call.new is not None]
+    assert later
+    assert [(call.reuse, call.new) for call in meter.calls if not call.is_bounded] == []
+    assert reused(later) > 0
+    assert "reuse" in printed
+    # The router alone, with nothing but the messages, finds what there is to find.
+    inferred, _ = await measure(example, f"{client.url}/v1", anonymous=True)
+    assert reused(inferred.calls) >= 0.95 * reused(meter.calls)
