@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +48,7 @@ class FakeServer:
         reuse: value of the reuse header, or None for a server that knows nothing of it.
         knows_conversations: whether `DELETE /v1/conversations/{id}` is there.
         calls_tools: whether a user's message is answered by a call of the first tool, where there is one.
+        decide: the calls that a request is answered with, if any: names and arguments.
     """
 
     base_url: str = ""
@@ -56,6 +57,7 @@ class FakeServer:
     reuse: str | None = None
     knows_conversations: bool = True
     calls_tools: bool = False
+    decide: Callable[[Request], Sequence[tuple[str, dict[str, Any]]]] | None = None
 
     @property
     def last(self) -> Request:
@@ -82,8 +84,11 @@ class FakeServer:
         if path not in answers:
             raise web.HTTPNotFound
         answer = answers[path](body)
+        calls = list(self.decide(seen)) if self.decide else []
         if self.calls_tools and (call := tool_call(path, body)):
-            put_call(path, answer, call)
+            calls.append(call)
+        if calls:
+            put_calls(path, answer, calls, len(self.requests))
         extra = {}
         if self.reuse is not None:
             extra = {
@@ -143,7 +148,7 @@ def response(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def tool_call(path: str, body: dict[str, Any]) -> tuple[str, str] | None:
+def tool_call(path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """The name and the arguments of the call that answers a user's message, if there are tools."""
     said = body.get("input" if path == "/responses" else "messages")
     by_user = isinstance(said, str) or (isinstance(said, list) and said[-1].get("role") == "user")
@@ -156,21 +161,27 @@ def tool_call(path: str, body: dict[str, Any]) -> tuple[str, str] | None:
     arguments = {
         name: values.get(field.get("type"), "flange") for name, field in schema.get("properties", {}).items()
     }
-    return function["name"], json.dumps(arguments)
+    return function["name"], arguments
 
 
-def put_call(path: str, answer: dict[str, Any], call: tuple[str, str]) -> None:
-    """Make an answer one that calls a tool."""
-    name, arguments = call
+def put_calls(
+    path: str, answer: dict[str, Any], calls: Sequence[tuple[str, dict[str, Any]]], number: int
+) -> None:
+    """Make an answer one that calls tools; its number tells its calls' ids from those of others."""
+    functions = [{"name": name, "arguments": json.dumps(arguments)} for name, arguments in calls]
+    ids = [f"call_{number}_{at}" for at in range(len(calls))]
     if path == "/responses":
-        item = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "status": "completed"}
-        answer["output"] = [item | {"name": name, "arguments": arguments}]
+        item = {"type": "function_call", "status": "completed"}
+        answer["output"] = [
+            item | {"id": f"fc_{id}", "call_id": id} | each for id, each in zip(ids, functions, strict=True)
+        ]
         return
-    function = {"name": name, "arguments": arguments}
     choice = answer["choices"][0]
     choice["message"] |= {
         "content": None,
-        "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
+        "tool_calls": [
+            {"id": id, "type": "function", "function": each} for id, each in zip(ids, functions, strict=True)
+        ],
     }
     choice["finish_reason"] = "tool_calls"
 
@@ -185,7 +196,7 @@ def events(path: str, answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         return
     choice = answer["choices"][0]
     if calls := choice.get("message", {}).get("tool_calls"):
-        delta = {"role": "assistant", "tool_calls": [{"index": 0, **calls[0]}]}
+        delta = {"role": "assistant", "tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]}
         for part in ({"delta": delta, "finish_reason": None}, {"delta": {}, "finish_reason": "tool_calls"}):
             kind = "chat.completion.chunk"
             chunk = {
