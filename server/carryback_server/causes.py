@@ -17,11 +17,11 @@ from carryback_server.said import Answered, Asked, Call, Said, joined
 _WORD = 64
 _KINDS = (
     ("a random id", re.compile(r"[0-9a-fA-F]{8}-?(?:[0-9a-fA-F]{4}-?){3}[0-9a-fA-F]{12}")),
-    ("a time", re.compile(r"\b\d{1,2}:\d{2}\b")),
+    ("a time", re.compile(r"(?<!\d)\d{1,2}:\d{2}(?!\d)")),
     (
         "a date",
         re.compile(
-            r"\b\d{4}[-/.]\d{1,2}[-/.]\d{1,2}\b|\b\d{1,2}[/.]\d{1,2}[/.]\d{2,4}\b|\b(?i:mon|tues|wednes|thurs|fri|satur|sun)day\b"
+            r"(?<!\d)\d{4}[-/.]\d{1,2}[-/.]\d{1,2}(?!\d)|\b\d{1,2}[/.]\d{1,2}[/.]\d{2,4}\b|\b(?i:mon|tues|wednes|thurs|fri|satur|sun)day\b"
         ),
     ),
     ("a time", re.compile(r"\b1[6-9]\d{8}(?:\d{3}|\d{6})?\b")),

@@ -496,8 +496,8 @@ async def _get(url: str) -> dict[str, Any]:
         ) from error
     if not isinstance(found, dict) or found.get("object") != "conversation.explanation":
         problem = found.get("error") if isinstance(found, dict) else None
-        if isinstance(problem, dict) and problem.get("code") != "unknown_endpoint":
-            raise ConfigError(problem.get("message"))
+        if isinstance(problem, dict) and problem.get("code") in ("explain_off", "conversation_not_found"):
+            raise ConfigError(problem["message"])
         raise ConfigError(f"{url} is not the admin port of a router that explains; give it with --url")
     return found
 
