@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test lint serve clean
+.PHONY: install demo test lint docs serve clean
 
 install: $(STAMP)
 
@@ -28,9 +28,14 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The documentation's pages, into site/. For all links to work, open them through a server:
+# .venv/bin/mkdocs serve
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # make serve ARGS="--port 9000"
 serve: install
 	$(BIN)/carryback serve $(ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
