@@ -54,8 +54,8 @@ _encode = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr).
 
 # Derived ids: any other namespace would do, but it must never change.
 _NAMESPACE = uuid.UUID("6ef1c1a6-6f0b-4b0e-9a52-8d5c7d1f4c0e")
-# Prompts of one name whose first message begins with the same characters are one conversation's.
-_HEAD_CHARACTERS = 64
+# Prompts of one name whose system prompts and first questions begin with the same bytes are one conversation's.
+_HEAD_BYTES = 64
 
 # What a message is to a turn.
 _USER, _ASSISTANT, _SYSTEM, _TOOL = "u", "a", "s", "t"
@@ -347,14 +347,15 @@ def _kind(message: object) -> str:
 
 
 def _beginning(frames: list[bytes], kinds: str) -> bytes:
-    """How a prompt begins: the start of its first message, and its first question.
+    """How a prompt begins: the start of its first message, and of its first question.
 
-    A system prompt may change further on, by a date in it. What is before can be reused.
+    They may change further on, by a date in a system prompt, by a question behind a long text. What is before
+    can be reused.
     """
     if not frames:
         return b""
     question = next((at for at, kind in enumerate(kinds) if kind != _SYSTEM), 0)
-    return _digest(frames[0][:_HEAD_CHARACTERS] + b"\0" + frames[question])
+    return _digest(frames[0][:_HEAD_BYTES] + b"\0" + frames[question][:_HEAD_BYTES])
 
 
 def _is_reasoning(message: object) -> bool:

@@ -507,6 +507,14 @@ def test_branches_edits_and_repeats_of_a_name_keep_it() -> None:
         assert (seen.conversation, seen.parent) == (name, None)
 
 
+def test_another_question_behind_the_same_text_keeps_its_name() -> None:
+    identifier = Identifier()
+    name = derived_id("thread-7", "reader")
+    for question in ("What is a flange?", "And a gasket?"):
+        asked = [SYSTEM, user(f"{'The manual, page 1. ' * 9} {question}")]
+        assert identifier.identify(asked, name=name).conversation == name
+
+
 def test_a_system_prompt_with_a_date_in_it_keeps_its_name() -> None:
     identifier = Identifier()
     name = derived_id("thread-7")
