@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from types import NoneType
 from typing import Any, Self
 
 import carryback
@@ -117,7 +118,10 @@ class ChatCarryback(ChatOpenAI):
         return payload
 
     def _reports(self) -> bool:
-        return isinstance(self.root_async_client, carryback.AsyncOpenAI)
+        """Whether the clients are carryback's. The sync one is None where the API key is asked for by asyncio."""
+        return isinstance(self.root_client, carryback.OpenAI | NoneType) and isinstance(
+            self.root_async_client, carryback.AsyncOpenAI
+        )
 
     def _generate(
         self,

@@ -10,8 +10,6 @@ from typing import Any
 from carryback import headers, wire
 from carryback._client import _CHAT, _RESPONSES, _messages, _named_by
 from carryback._conversation import current
-from langchain_core.messages import BaseMessage
-from langchain_core.runnables import Runnable, RunnableBinding
 from langchain_openai.chat_models.base import BaseChatOpenAI
 
 from carryback_langgraph._lineage import lineage
@@ -29,15 +27,6 @@ def asked() -> Iterator[list[str]]:
         yield ids
     finally:
         _asked.reset(token)
-
-
-def unwrap(model: Runnable[Any, Any]) -> tuple[Runnable[Any, Any], dict[str, Any]]:
-    """A model without what is bound to it, and the arguments that are."""
-    bound: dict[str, Any] = {}
-    while isinstance(model, RunnableBinding):
-        bound = {**model.kwargs, **bound}
-        model = model.bound
-    return model, bound
 
 
 def marked(model: BaseChatOpenAI, payload: Mapping[str, Any], tools: Sequence[Any] = ()) -> dict[str, Any]:
@@ -71,25 +60,3 @@ def marked(model: BaseChatOpenAI, payload: Mapping[str, Any], tools: Sequence[An
         if (ids := _asked.get()) is not None:
             ids.append(conversation)
     return own | ours
-
-
-def settings_for(
-    model: Runnable[Any, Any],
-    messages: Sequence[BaseMessage],
-    tools: Sequence[Any],
-    settings: Mapping[str, Any],
-) -> dict[str, Any] | None:
-    """Call arguments that mark a request of a model that does not do so itself; None if it cannot be.
-
-    Args:
-        model: with or without bound arguments.
-        messages: all of the request's.
-        tools: the request's.
-        settings: the call arguments so far.
-    """
-    base, bound = unwrap(model)
-    if not isinstance(base, BaseChatOpenAI):
-        return None
-    payload = base._get_request_payload(list(messages), **{**bound, **settings})
-    names = [{"name": getattr(tool, "name", None) or str(tool)} for tool in tools]
-    return {**settings, "extra_headers": marked(base, payload, names)}

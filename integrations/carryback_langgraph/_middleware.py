@@ -19,9 +19,9 @@ from langchain_core.runnables import Runnable
 from langgraph.runtime import Runtime
 from langgraph.types import Command
 
-from carryback_langgraph._chat_model import ChatCarryback
-from carryback_langgraph._mark import asked, settings_for, unwrap
+from carryback_langgraph._mark import asked
 from carryback_langgraph._release import arelease, release
+from carryback_langgraph._settings import settings_for, unwrap
 
 log = logging.getLogger("carryback")
 
@@ -76,15 +76,13 @@ class CarrybackMiddleware(AgentMiddleware[Any, Any, Any]):
         return await handler(self._marked(request))
 
     def _marked(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
-        base, _ = unwrap(request.model)
-        if isinstance(base, ChatCarryback):
-            return request
         messages = [*([request.system_message] if request.system_message else []), *request.messages]
         settings = settings_for(request.model, messages, request.tools, request.model_settings)
         if settings is None:
-            if type(base) not in self._warned:
-                self._warned.add(type(base))
-                log.warning("%s is no OpenAI chat model: its requests are not marked", type(base).__name__)
+            kind = type(unwrap(request.model)[0])
+            if kind not in self._warned:
+                self._warned.add(kind)
+                log.warning("%s is no OpenAI chat model: its requests are not marked", kind.__name__)
             return request
         return request.override(model_settings=settings)
 

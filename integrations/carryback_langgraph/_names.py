@@ -69,7 +69,13 @@ def called_with(config: RunnableConfig | None) -> Iterator[None]:
 
 def place() -> Place | None:
     """Where the present call comes from; None if no thread is known."""
-    config = _called_with.get() or ensure_config()
+    for config in (_called_with.get(), ensure_config()):
+        if config is not None and (found := _place(config)) is not None:
+            return found
+    return None
+
+
+def _place(config: RunnableConfig) -> Place | None:
     configurable, metadata = config.get("configurable") or {}, config.get("metadata") or {}
     thread, namespace = configurable.get("thread_id"), configurable.get("checkpoint_ns")
     if thread is None:

@@ -9,8 +9,7 @@ from langchain_core.messages import BaseMessage, SystemMessage, convert_to_messa
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
 from langchain_core.tools import BaseTool
 
-from carryback_langgraph._chat_model import ChatCarryback
-from carryback_langgraph._mark import settings_for, unwrap
+from carryback_langgraph._settings import settings_for
 
 
 def chat_node(
@@ -31,7 +30,6 @@ def chat_node(
         name: of the node, where the graph gives it none.
     """
     bound = model.bind_tools(tools) if tools else model  # type: ignore[attr-defined]
-    marks_itself = isinstance(unwrap(model)[0], ChatCarryback)
     first = [] if system is None else [SystemMessage(system) if isinstance(system, str) else system]
 
     def prompt(state: Any) -> list[BaseMessage]:
@@ -39,7 +37,7 @@ def chat_node(
         return [*first, *convert_to_messages(kept)]
 
     def settings(messages: list[BaseMessage]) -> dict[str, Any]:
-        return ({} if marks_itself else settings_for(model, messages, tools, {})) or {}
+        return settings_for(model, messages, tools, {}) or {}
 
     def call(state: Any, config: RunnableConfig) -> dict[str, list[BaseMessage]]:
         messages = prompt(state)

@@ -12,7 +12,7 @@ from langchain_core.runnables import Runnable
 from langchain_openai.chat_models.base import BaseChatOpenAI
 
 from carryback_langgraph._lineage import lineage
-from carryback_langgraph._mark import unwrap
+from carryback_langgraph._settings import unwrap
 
 log = logging.getLogger("carryback")
 
