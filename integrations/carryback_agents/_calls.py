@@ -121,9 +121,13 @@ def _identify(
         )
     given = {name.lower(): value for name, value in _given(client, settings)}
     key = _runners_key(settings)
+    name = () if is_servers else _name(call, key)
+    if name and _is_summary(call.input):
+        # Each summary is another one, and all are one conversation. That of the whole history stays as it is.
+        name, messages = (*name, "summary"), None
     call.headers = carryback.headers(
         messages,
-        name=() if is_servers else _name(call, key),
+        name=name,
         parent=call.run.parent,
         scope=str(client.base_url),
         group="\0".join((call.agent, "" if key else _own_key(settings))),
@@ -140,6 +144,12 @@ def _name(call: Call, key: str) -> tuple[str, ...]:
     if call.run.is_nested and kind != "session":
         return (call.run.id, call.agent)
     return (key, call.agent) if kind in ("session", "group") else ()
+
+
+def _is_summary(input: object) -> bool:
+    """The history begins with what an agent is told of it, as of `nest_handoff_history`."""
+    first = input[0] if isinstance(input, list) and input else None
+    return isinstance(first, Mapping) and first.get("role") == "assistant"
 
 
 def _run(caller: Call | None) -> Run:
