@@ -6,7 +6,7 @@ Requests and answers are prompts and answers of clients: they stay in this proce
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from carryback_server.causes import REASONS, Cause, Reason, answer_causes, diffe
 from carryback_server.endpoints import AnthropicMessages, Chat, Completions, Endpoint
 from carryback_server.errors import ApiError
 from carryback_server.lru import FairLru
-from carryback_server.said import SETTINGS, Answered, Asked, Said, answered, asked
+from carryback_server.said import SETTINGS, Answered, Asked, Said, answered, asked, message
 from carryback_server.state import Record
 
 # Of a block, in a record.
@@ -489,46 +489,62 @@ def _to_tokenize(kept: Kept, asked: Asked) -> dict[str, Any]:
             request["tools"] = asked.tools
         return request
     # Engines turn these into a chat, too.
-    request["messages"] = _as_chat(asked.messages, apart=isinstance(kept.endpoint, AnthropicMessages))
+    if isinstance(kept.endpoint, AnthropicMessages):
+        given_messages = (kept.endpoint.messages(body) or ([], None))[0]
+        request["messages"] = [each for given in given_messages for each in _apart(given)]
+    else:
+        request["messages"] = _joined(asked.messages)
     if asked.tools:
         request["tools"] = [_as_function(tool) for tool in asked.tools]
     return request
 
 
-def _as_chat(messages: list[Said], *, apart: bool) -> list[dict[str, Any]]:
-    """Messages for a chat.
+def _apart(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One of Anthropic's messages as messages of a chat: results of tools are messages of their own."""
+    content = given.get("content")
+    blocks = [each for each in content if isinstance(each, dict)] if isinstance(content, list) else []
+    results = [each for each in blocks if each.get("type") == "tool_result"]
+    for block in results:
+        inner = block.get("content")
+        texts = (
+            [message({"role": "tool", "content": [part]}).text for part in inner]
+            if isinstance(inner, list)
+            else [inner]
+        )
+        yield {"role": "tool", "tool_call_id": "call", "content": "\n".join(each or "" for each in texts)}
+    if not results:
+        yield _as_chat(message(given))
+    elif rest := [each for each in blocks if each not in results]:
+        yield _as_chat(message({**given, "content": rest}))
 
-    Args:
-        apart: each message stands for itself; else items of one answer are one message.
-    """
+
+def _joined(messages: list[Said]) -> list[dict[str, Any]]:
+    """Items of a response as messages of a chat: those of one answer are one message, as far as they can be."""
     chat: list[dict[str, Any]] = []
     for said in messages:
-        message: dict[str, Any] = {"role": said.role}
-        if said.text or not (said.reasoning or said.calls):
-            message["content"] = said.text
-        if said.reasoning:
-            message["reasoning"] = said.reasoning
-        if said.calls:
-            message["tool_calls"] = [
-                {
-                    "id": "call",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in said.calls
-            ]
-        if said.role == "tool":
-            message["tool_call_id"] = "call"
-        last = chat[-1] if chat else {}
-        if (
-            not apart
-            and said.role == last.get("role") == "assistant"
-            and not (last.keys() & message.keys()) - {"role", "tool_calls"}
-        ):
-            calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
-            last |= message | ({"tool_calls": calls} if calls else {})
+        added, last = _as_chat(said), chat[-1] if chat else {}
+        is_more = said.role == last.get("role") == "assistant"
+        if is_more and not (last.keys() & added.keys()) - {"role", "tool_calls"}:
+            calls = [*last.get("tool_calls", []), *added.get("tool_calls", [])]
+            last |= added | ({"tool_calls": calls} if calls else {})
         else:
-            chat.append(message)
+            chat.append(added)
+    return chat
+
+
+def _as_chat(said: Said) -> dict[str, Any]:
+    chat: dict[str, Any] = {"role": said.role}
+    if said.text or not (said.reasoning or said.calls):
+        chat["content"] = said.text
+    if said.reasoning:
+        chat["reasoning"] = said.reasoning
+    if said.calls:
+        chat["tool_calls"] = [
+            {"id": "call", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in said.calls
+        ]
+    if said.role == "tool":
+        chat["tool_call_id"] = "call"
     return chat
 
 

@@ -15,7 +15,6 @@ from carryback_server.endpoints import (
     Endpoint,
     Responses,
     events,
-    final_response,
 )
 
 # Fields beside messages and tools that can change how a prompt is rendered.
@@ -24,6 +23,7 @@ SETTINGS = (
     "continue_final_message", "add_special_tokens", "mm_processor_kwargs", "reasoning", "thinking",
     "output_config",
 )  # fmt: skip
+_ENDS = (b"response.completed", b"response.incomplete")
 _TEXTS = ("text", "input_text", "output_text", "refusal")
 _THOUGHTS = ("thinking", "reasoning", "reasoning_text", "summary_text")
 
@@ -119,22 +119,18 @@ def answered(endpoint: Endpoint, data: bytes, *, streamed: bool) -> Answered | N
     """A complete answer; None if it cannot be read."""
     try:
         if isinstance(endpoint, Responses):
-            return _response(_decode(final_response(data, streamed)))
+            if streamed:
+                return _response(
+                    _decode([part for name, part in events(data) if name in _ENDS][-1])["response"]
+                )
+            return _response(_decode(data))
         if isinstance(endpoint, AnthropicMessages):
             return _anthropic_stream(data) if streamed else _anthropic(_decode(data))
         chunks = (
             [_decode(part) for _, part in events(data) if part != b"[DONE]"] if streamed else [_decode(data)]
         )
         return _choices(chunks)
-    except (
-        msgspec.MsgspecError,
-        UnicodeDecodeError,
-        RecursionError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ValueError,
-    ):
+    except (msgspec.MsgspecError, RecursionError, LookupError, TypeError, AttributeError, ValueError):
         return None  # not an engine's
 
 

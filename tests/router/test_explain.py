@@ -123,7 +123,9 @@ async def test_an_answer_that_was_changed(serve: Serve, path: str, stream: bool)
     parting = found["parting"]
     assert (parting["where"], parting["message"]) == ("the answer, message 1 (assistant)", 1)
     assert again.reuse.tokens <= parting["token"] < again.reuse.tokens + 16
+    assert parting["until"] is None
     assert parting["held"] != parting["new"]
+    assert len(parting["held"]) > 20
     at = answer.text.index(parting["before"][-20:]) + 20
     assert answer.text[at:].startswith(parting["held"][:10])
     assert changed["content"][at:].startswith(parting["new"][:10])
