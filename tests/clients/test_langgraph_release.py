@@ -1,0 +1,206 @@
+"""When the server is told that an agent's conversation is over, and when it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from carryback_langgraph import (
+    CarrybackMiddleware,
+    ChatCarryback,
+    arelease,
+    chat_node,
+    conversation_id,
+    release,
+)
+from fake_server import FakeServer
+from graphs import every_way, run, thread
+from langchain.agents import create_agent
+from langchain.agents.middleware import HumanInTheLoopMiddleware
+from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.types import Command
+
+HELLO: dict[str, Any] = {"messages": [("user", "hello")]}
+
+
+def carryback(server: FakeServer, **settings: Any) -> ChatCarryback:
+    return ChatCarryback(model="default", base_url=server.base_url, api_key="none", max_retries=0, **settings)
+
+
+def plain(server: FakeServer, **settings: Any) -> ChatOpenAI:
+    return ChatOpenAI(model="default", base_url=server.base_url, api_key="none", max_retries=0, **settings)
+
+
+models = pytest.mark.parametrize("make", [carryback, plain])
+
+
+@tool
+def look(where: str) -> str:
+    """Look somewhere."""
+    return "nothing there"
+
+
+def seen(server: FakeServer) -> list[str]:
+    """What was asked of the server, in short."""
+    return [
+        "asked" if request.method == "POST" else request.path.removeprefix("/v1/conversations/")
+        for request in server.requests
+    ]
+
+
+@every_way
+@models
+@pytest.mark.parametrize("tools", [[], [look]])
+async def test_at_the_end_of_each_run(server: FakeServer, way: str, make: Any, tools: list[Any]) -> None:
+    server.calls_tools = True
+    graph = create_agent(
+        make(server), tools, middleware=[CarrybackMiddleware(release_on="end")], checkpointer=InMemorySaver()
+    )
+    for _ in range(2):
+        state = await run(graph, way, HELLO, thread())
+    once = ["asked"] * (1 + len(tools)) + [conversation_id("thread-7")]
+    assert seen(server) == once * 2
+    if "invoke" in way:  # streamed values are all that there are, also what is private
+        assert "carryback_conversations" not in state
+
+
+@every_way
+@models
+async def test_never(server: FakeServer, way: str, make: Any) -> None:
+    for middleware in (CarrybackMiddleware(), CarrybackMiddleware("never")):
+        graph = create_agent(make(server), middleware=[middleware], checkpointer=InMemorySaver())
+        assert set(graph.nodes) == {"__start__", "model"}
+        await run(graph, way, HELLO, thread())
+    assert seen(server) == ["asked"] * 2
+
+
+@every_way
+@models
+async def test_an_interrupt_is_no_end(server: FakeServer, way: str, make: Any) -> None:
+    server.calls_tools = True
+    checkpointer = InMemorySaver()
+
+    def graph() -> Any:  # each time anew, as in another process
+        middleware = [
+            CarrybackMiddleware(release_on="end"),
+            HumanInTheLoopMiddleware(interrupt_on={"look": True}),
+        ]
+        return create_agent(make(server), [look], middleware=middleware, checkpointer=checkpointer)
+
+    await run(graph(), way, HELLO, thread())
+    assert seen(server) == ["asked"]
+    await run(graph(), way, Command(resume={"decisions": [{"type": "approve"}]}), thread())
+    assert seen(server) == ["asked", "asked", conversation_id("thread-7")]
+
+
+@every_way
+@models
+async def test_an_error_is_no_end(server: FakeServer, way: str, make: Any) -> None:
+    graph = create_agent(
+        make(server), middleware=[CarrybackMiddleware(release_on="end")], checkpointer=InMemorySaver()
+    )
+    server.failures = [400]
+    with pytest.raises(Exception, match="as told"):
+        await run(graph, way, HELLO, thread())
+    assert seen(server) == ["asked"]
+    await run(graph, way, None, thread())
+    assert seen(server) == ["asked", "asked", conversation_id("thread-7")]
+
+
+@every_way
+@models
+async def test_with_what_it_started(server: FakeServer, way: str, make: Any) -> None:
+    helper = create_agent(make(server), middleware=[CarrybackMiddleware()])
+
+    @tool("look")
+    async def ask(where: str) -> str:
+        """Ask the helper."""
+        return str((await helper.ainvoke({"messages": where}))["messages"][-1].content)
+
+    @tool("look")
+    def ask_sync(where: str) -> str:
+        """Ask the helper."""
+        return str(helper.invoke({"messages": where})["messages"][-1].content)
+
+    server.calls_tools = True
+    graph = create_agent(
+        make(server),
+        [ask if way[0] == "a" else ask_sync],
+        middleware=[CarrybackMiddleware(release_on="end")],
+        checkpointer=InMemorySaver(),
+    )
+    await run(graph, way, HELLO, thread("with-helper"))
+    ids = [conversation_id("with-helper"), conversation_id("with-helper", "tools#0")]
+    assert seen(server) == ["asked"] * 3 + ids
+
+
+@every_way
+@models
+async def test_without_a_thread(server: FakeServer, way: str, make: Any) -> None:
+    graph = create_agent(make(server), middleware=[CarrybackMiddleware(release_on="end")])
+    await run(graph, way, {"messages": [("user", "without a thread")]})
+    assert seen(server) == ["asked", server.requests[0].conversation]
+
+
+@every_way
+@models
+async def test_the_users_own_is_the_users(server: FakeServer, way: str, make: Any) -> None:
+    model = make(server, default_headers={"x-conversation-id": "mine"})
+    graph = create_agent(model, middleware=[CarrybackMiddleware(release_on="end")])
+    await run(graph, way, HELLO, thread())
+    assert seen(server) == ["asked"]
+
+
+@every_way
+@models
+async def test_a_sub_graph_ends_itself_only(server: FakeServer, way: str, make: Any) -> None:
+    graph: Any = StateGraph(MessagesState)
+    graph.add_node("chat", chat_node(make(server)))
+    graph.add_node("aside", create_agent(make(server), middleware=[CarrybackMiddleware(release_on="end")]))
+    graph.add_edge(START, "chat").add_edge("chat", "aside")
+    await run(graph.compile(checkpointer=InMemorySaver()), way, HELLO, thread())
+    assert seen(server) == ["asked", "asked", conversation_id("thread-7", "aside")]
+
+
+@every_way
+@models
+async def test_servers_that_do_not_know_it(server: FakeServer, way: str, make: Any) -> None:
+    server.knows_conversations = False
+    graph = create_agent(make(server), middleware=[CarrybackMiddleware(release_on="end")])
+    state = await run(graph, way, HELLO, thread())
+    assert state["messages"][-1].content == "Hello."
+    assert len(server.requests) == 2
+
+
+async def test_a_model_without_a_client(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    async def key() -> str:
+        return "none"
+
+    model = ChatCarryback(model="default", base_url=server.base_url, api_key=key)
+    graph = create_agent(model, middleware=[CarrybackMiddleware(release_on="end")])
+    await run(graph, "ainvoke", HELLO, thread())
+    assert seen(server) == ["asked", conversation_id("thread-7")]
+    with pytest.raises(ValueError, match="root_client"):
+        release(model, "c-1")
+    with pytest.raises(ValueError, match="GenericFakeChatModel has no OpenAI client"):
+        await arelease(GenericFakeChatModel(messages=iter([])), "c-1")
+
+
+@models
+async def test_by_hand(server: FakeServer, make: Any) -> None:
+    model = make(server)
+    release(model.bind(stop=["x"]), "c-1", "a/b c")
+    await arelease(model, conversation_id("thread-7"))
+    assert seen(server) == ["c-1", "a%2Fb%20c", conversation_id("thread-7")]
+    server.failures = [500, 500]
+    release(model, "c-1")
+    await arelease(model, "c-1")
+
+
+def test_only_two_words() -> None:
+    with pytest.raises(ValueError, match="'end' or 'never', not 'sometimes'"):
+        CarrybackMiddleware(release_on="sometimes")  # type: ignore[arg-type]
