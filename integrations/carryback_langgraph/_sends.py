@@ -6,7 +6,6 @@ of it. LangChain announces every task before it runs, to callback handlers that 
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from contextvars import ContextVar
 from typing import Any
@@ -22,7 +21,7 @@ _PUSH = "__pregel_push"
 
 
 class _Sends(BaseCallbackHandler):
-    """Remembers the numbers of tasks by their namespaces, which are unique."""
+    """Remembers the numbers of tasks by their namespaces, which are unique. No lock: each step is one of a dict's."""
 
     run_inline = True
     ignore_llm = ignore_chat_model = ignore_retriever = ignore_agent = ignore_retry = ignore_custom_event = (
@@ -30,7 +29,6 @@ class _Sends(BaseCallbackHandler):
     )
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._numbers: OrderedDict[str, int] = OrderedDict()
 
     def on_chain_start(
@@ -41,11 +39,9 @@ class _Sends(BaseCallbackHandler):
             return
         namespace, number = (metadata or {}).get("langgraph_checkpoint_ns"), path[1]
         if isinstance(namespace, str) and isinstance(number, int):
-            with self._lock:
-                self._numbers[namespace] = number
-                self._numbers.move_to_end(namespace)
-                while len(self._numbers) > _CAPACITY:
-                    self._numbers.popitem(last=False)
+            self._numbers[namespace] = number
+            if len(self._numbers) > _CAPACITY:
+                self._numbers.popitem(last=False)
 
     def number(self, namespace: str) -> int | None:
         return self._numbers.get(namespace)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import operator
+import random
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypedDict
 
 import pytest
@@ -261,7 +264,9 @@ async def test_without_a_thread_the_messages_tell(server: FakeServer, way: str, 
     first, second, *again = conversations(server)
     assert first != second
     assert again == [first, second]
-    assert all(each and each not in (conversation_id(""), conversation_id("None")) for each in (first, second))
+    assert all(
+        each and each not in (conversation_id(""), conversation_id("None")) for each in (first, second)
+    )
 
 
 async def test_numbers_and_uuids_are_threads(server: FakeServer) -> None:
@@ -281,3 +286,37 @@ async def test_a_named_conversation_wins(server: FakeServer, make: Any) -> None:
     if make is carryback:
         await named.aend()
         assert (server.last.method, server.last.path) == ("DELETE", "/v1/conversations/mine")
+
+
+async def test_many_threads_of_one_agent(server: FakeServer) -> None:
+    server.calls_tools = True
+    graph = agent(carryback(server), [look], checkpointer=InMemorySaver())
+
+    async def talk(name: str) -> None:
+        for _ in range(2):
+            await run(graph, "ainvoke", {"messages": [("user", name)]}, thread(name))
+            await asyncio.sleep(random.random() / 100)
+
+    names = [f"thread-{number}" for number in range(50)]
+    await asyncio.gather(*map(talk, names))
+    asked = {(request.body["messages"][0]["content"], request.conversation) for request in server.requests}
+    assert asked == {(name, conversation_id(name)) for name in names}
+    assert len(server.requests) == 200
+
+
+async def test_where_no_config_is_seen_the_messages_tell(server: FakeServer) -> None:
+    model = carryback(server)
+
+    def ask(state: MessagesState) -> Any:
+        with ThreadPoolExecutor(1) as pool:  # its threads know nothing of the run
+            return {"messages": [pool.submit(model.invoke, state["messages"]).result()]}
+
+    graph = StateGraph(MessagesState).add_node("ask", ask).add_edge(START, "ask")
+    compiled = graph.compile(checkpointer=InMemorySaver())
+    question = {"messages": [("user", f"{uuid.uuid4()}")]}
+    for name in ("one", "two"):
+        for _ in range(2):
+            await run(compiled, "invoke", question, thread(name))
+    one, one_again, two, _ = conversations(server)
+    assert one == one_again != two
+    assert conversation_id("one", node="ask") not in conversations(server)
