@@ -236,20 +236,15 @@ async def test_another_process_continues_the_session(server: FakeServer, tmp_pat
 
 
 async def test_a_group_is_one_conversation(server: FakeServer, mode: Mode) -> None:
-    for said in ("one", "two"):  # two providers, and no history in common
+    for said in ("one", "two", "one"):
         await mode.run(agent(), said, mode.config(server, group_id="thread-7"))
-    first, second = server.requests
-    # Prompts that begin differently are told apart, but where a process knows only one of them.
-    assert first.conversation == carryback.identity.derived_id(  # type: ignore[attr-defined]
-        _key("group", "thread-7"), "A"
-    )
-    assert second.value(wire.CONVERSATION_PARENT) == first.conversation
-
-
-def _key(kind: str, value: str) -> str:
-    from agents.run_internal.prompt_cache_key import _prompt_cache_key_for_grouping
-
-    return _prompt_cache_key_for_grouping(kind, value)  # type: ignore[arg-type]
+    first, other, again = server.requests
+    assert first.conversation == again.conversation
+    # A prompt that begins differently can reuse nothing of it.
+    assert other.conversation != first.conversation
+    assert other.value(wire.CONVERSATION_PARENT) == first.conversation
+    await mode.run(agent(), "one", mode.config(server, group_id="thread-8"))
+    assert server.last.conversation not in {r.conversation for r in server.requests[:3]}
 
 
 async def test_without_a_name_the_messages_tell(server: FakeServer, mode: Mode) -> None:
@@ -458,10 +453,7 @@ async def test_a_block_names_all_that_is_in_it(server: FakeServer, mode: Mode) -
 
 
 async def test_a_cache_key_of_the_users_stays(server: FakeServer, mode: Mode) -> None:
-    keyed = ModelSettings(
-        extra_args={"prompt_cache_key": "mine", "seed": 7} if not mode.use_responses else {}
-    )
-    keyed = keyed if not mode.use_responses else ModelSettings(extra_args={"prompt_cache_key": "mine"})
+    keyed = ModelSettings(extra_args={"prompt_cache_key": "mine"})
     await mode.run(agent(), "hi", mode.config(server, model_settings=keyed))
     assert server.last.body["prompt_cache_key"] == "mine"
     assert server.last.conversation
