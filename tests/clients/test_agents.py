@@ -93,6 +93,13 @@ def mode(request: pytest.FixtureRequest) -> Mode:
     return value
 
 
+@pytest.fixture(params=[MODES[0], MODES[3]], ids=str)
+def either(request: pytest.FixtureRequest) -> Mode:
+    """Each endpoint, one of them streamed: for what is the same for all four."""
+    value: Mode = request.param
+    return value
+
+
 @function_tool
 def look(where: str) -> str:
     """Look somewhere."""
@@ -235,15 +242,15 @@ async def test_another_process_continues_the_session(server: FakeServer, tmp_pat
     assert other != here
 
 
-async def test_a_group_is_one_conversation(server: FakeServer, mode: Mode) -> None:
+async def test_a_group_is_one_conversation(server: FakeServer, either: Mode) -> None:
     for said in ("one", "two", "one"):
-        await mode.run(agent(), said, mode.config(server, group_id="thread-7"))
+        await either.run(agent(), said, either.config(server, group_id="thread-7"))
     first, other, again = server.requests
     assert first.conversation == again.conversation
     # A prompt that begins differently can reuse nothing of it.
     assert other.conversation != first.conversation
     assert other.value(wire.CONVERSATION_PARENT) == first.conversation
-    await mode.run(agent(), "one", mode.config(server, group_id="thread-8"))
+    await either.run(agent(), "one", either.config(server, group_id="thread-8"))
     assert server.last.conversation not in {r.conversation for r in server.requests[:3]}
 
 
@@ -260,10 +267,10 @@ async def test_without_a_name_the_messages_tell(server: FakeServer, mode: Mode) 
     assert len(ids(server)) == 2, "another run, no matter how it begins"
 
 
-async def test_runs_at_once_without_a_name_share_nothing(server: FakeServer, mode: Mode) -> None:
+async def test_runs_at_once_without_a_name_share_nothing(server: FakeServer, either: Mode) -> None:
     server.decide = looks
-    config = mode.config(server)
-    await asyncio.gather(*[mode.run(agent(), f"task {n}", config) for n in range(20)])
+    config = either.config(server)
+    await asyncio.gather(*[either.run(agent(), f"task {n}", config) for n in range(20)])
     of_task: dict[str, set[str | None]] = {}
     for request in server.requests:
         said = next(each["content"] for each in items_of(request) if each.get("role") == "user")
@@ -318,11 +325,11 @@ async def test_summaries_of_a_history_are_a_conversation_beside_it(server: FakeS
     assert len(ids(server)) == 3
 
 
-async def test_agents_without_instructions_are_told_apart(server: FakeServer, mode: Mode) -> None:
+async def test_agents_without_instructions_are_told_apart(server: FakeServer, either: Mode) -> None:
     b = Agent(name="B")
     a = Agent(name="A", handoffs=[b])
     server.decide = lambda request: [("transfer_to_b", {})] if request.body.get("tools") else []
-    await mode.run(a, "hi", mode.config(server))
+    await either.run(a, "hi", either.config(server))
     assert len(server.requests) == len(ids(server)) == 2
 
 
@@ -367,45 +374,45 @@ def _ancestors(server: FakeServer, named: str) -> set[str | None]:
     return {r.value(wire.CONVERSATION_PARENT) for r in server.requests} if named == "group" else set()
 
 
-async def test_children_are_known_where_calls_have_a_time_limit(server: FakeServer, mode: Mode) -> None:
+async def test_children_are_known_where_calls_have_a_time_limit(server: FakeServer, either: Mode) -> None:
     server.decide = asks_twice
-    config = mode.config(server, model_settings=ModelSettings(timeout=60))
-    await mode.run(boss(), "hi", config)
+    config = either.config(server, model_settings=ModelSettings(timeout=60))
+    await either.run(boss(), "hi", config)
     workers = [request for request in server.requests if who(request) == "Worker"]
     assert {r.value(wire.CONVERSATION_PARENT) for r in workers} == by_agent(server)["Boss"]
     assert len(by_agent(server)["Worker"]) == 2
 
 
-async def test_a_tool_with_a_session_of_its_own_keeps_it(server: FakeServer, mode: Mode) -> None:
+async def test_a_tool_with_a_session_of_its_own_keeps_it(server: FakeServer, either: Mode) -> None:
     server.decide = lambda r: [("ask", {"input": "see"})] if who(r) == "Boss" and is_users(r) else []
     leader = boss(session=SQLiteSession("workers"))
     for _ in range(2):
-        await mode.run(leader, "hi", mode.config(server))
+        await either.run(leader, "hi", either.config(server))
     workers = [request for request in server.requests if who(request) == "Worker"]
     assert len(workers) == 2
     assert len({request.conversation for request in workers}) == 1
     assert workers[0].value(wire.CONVERSATION_PARENT) in by_agent(server)["Boss"]
 
 
-async def test_a_run_after_another_is_no_child_of_it(server: FakeServer, mode: Mode) -> None:
+async def test_a_run_after_another_is_no_child_of_it(server: FakeServer, either: Mode) -> None:
     # It ends in a tool, so its last answer still waits for that, by the looks of it.
     server.decide = scripted(A=[("look", {"where": "1"}), ("look", {"where": "2"}), ("stop", {"where": "3"})])
-    config = mode.config(server)
-    await mode.run(
+    config = either.config(server)
+    await either.run(
         agent(tools=[look, stop], tool_use_behavior=StopAtTools(stop_at_tool_names=["stop"])), "hi", config
     )
     gc.collect()
-    await asyncio.create_task(mode.run(agent("B"), "hi", config))
+    await asyncio.create_task(either.run(agent("B"), "hi", config))
     assert who(server.last) == "B"
     assert server.last.value(wire.CONVERSATION_PARENT) is None
 
 
 async def test_without_the_runners_name_for_a_run_messages_tell(
-    server: FakeServer, mode: Mode, monkeypatch: pytest.MonkeyPatch
+    server: FakeServer, either: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_calls, "get_model_run_owner", lambda: None)  # as before 0.20
     server.decide = asks_twice
-    await mode.run(boss(), "hi", mode.config(server))
+    await either.run(boss(), "hi", either.config(server))
     found = by_agent(server)
     assert len(found["Boss"]) == 1
     assert len(found["Worker"]) >= 2
@@ -417,19 +424,21 @@ async def test_without_the_runners_name_for_a_run_messages_tell(
 
 @pytest.mark.parametrize("name", ["X-Conversation-ID", "x-conversation-id"])
 @pytest.mark.parametrize("where", ["call", "client"])
-async def test_a_header_that_the_user_set_wins(server: FakeServer, mode: Mode, name: str, where: str) -> None:
+async def test_a_header_that_the_user_set_wins(
+    server: FakeServer, either: Mode, name: str, where: str
+) -> None:
     theirs = {name: "mine", "X-Org": "a"}
     client = carryback.AsyncOpenAI(
         base_url=server.base_url, api_key="k", default_headers=theirs if where == "client" else None
     )
     settings = ModelSettings(extra_headers=theirs if where == "call" else None)
-    config = run_config(mode.provider(server, openai_client=client), model="m")
+    config = run_config(either.provider(server, openai_client=client), model="m")
     server.decide = asks_twice
-    await mode.run(boss(), "hi", config, session=SQLiteSession("s"))
+    await either.run(boss(), "hi", config, session=SQLiteSession("s"))
     worker = agent("Worker")
     own = agent("Boss", tools=[worker.as_tool("ask", "Ask.")], model_settings=settings)
     server.requests.clear()
-    await mode.run(own, "hi", config, session=SQLiteSession("s"))
+    await either.run(own, "hi", config, session=SQLiteSession("s"))
     for request in server.requests:
         if who(request) == "Boss" or where == "client":
             assert (request.conversation, request.value("X-Org")) == ("mine", "a")
@@ -439,22 +448,22 @@ async def test_a_header_that_the_user_set_wins(server: FakeServer, mode: Mode, n
     await client.close()
 
 
-async def test_a_conversation_named_in_the_body_is_not_named_again(server: FakeServer, mode: Mode) -> None:
+async def test_a_conversation_named_in_the_body_is_not_named_again(server: FakeServer, either: Mode) -> None:
     named = ModelSettings(extra_body={"session_params": {"session_id": "mine"}})
-    await mode.run(agent(), "hi", mode.config(server, model_settings=named), session=SQLiteSession("s"))
+    await either.run(agent(), "hi", either.config(server, model_settings=named), session=SQLiteSession("s"))
     assert server.last.conversation is None
     assert server.last.body["session_params"] == {"session_id": "mine"}
 
 
-async def test_a_block_names_all_that_is_in_it(server: FakeServer, mode: Mode) -> None:
+async def test_a_block_names_all_that_is_in_it(server: FakeServer, either: Mode) -> None:
     async with carryback.conversation("thread-7"):
-        await mode.run(agent(), "hi", mode.config(server), session=SQLiteSession("s"))
+        await either.run(agent(), "hi", either.config(server), session=SQLiteSession("s"))
     assert ids(server) == {"thread-7"}
 
 
-async def test_a_cache_key_of_the_users_stays(server: FakeServer, mode: Mode) -> None:
+async def test_a_cache_key_of_the_users_stays(server: FakeServer, either: Mode) -> None:
     keyed = ModelSettings(extra_args={"prompt_cache_key": "mine"})
-    await mode.run(agent(), "hi", mode.config(server, model_settings=keyed))
+    await either.run(agent(), "hi", either.config(server, model_settings=keyed))
     assert server.last.body["prompt_cache_key"] == "mine"
     assert server.last.conversation
 
@@ -469,7 +478,7 @@ async def test_a_chain_is_the_servers(server: FakeServer, known: str, stream: bo
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-async def test_the_users_own_filter_is_called(server: FakeServer, mode: Mode, is_async: bool) -> None:
+async def test_the_users_own_filter_is_called(server: FakeServer, either: Mode, is_async: bool) -> None:
     def shout(data: CallModelData[Any]) -> ModelInputData:
         assert data.agent.name == "A"
         items: Any = [*data.model_data.input, {"role": "user", "content": "LOUDER"}]
@@ -480,16 +489,16 @@ async def test_the_users_own_filter_is_called(server: FakeServer, mode: Mode, is
         return shout(data)
 
     own = shout_later if is_async else shout
-    await mode.run(agent(), "hi", mode.config(server, call_model_input_filter=own))
+    await either.run(agent(), "hi", either.config(server, call_model_input_filter=own))
     assert items_of(server.last)[-1]["content"] == "LOUDER"
 
 
 # Retries
 
 
-async def test_the_clients_retries_keep_the_ids(server: FakeServer, mode: Mode) -> None:
+async def test_the_clients_retries_keep_the_ids(server: FakeServer, either: Mode) -> None:
     server.failures = [500, 503]
-    await mode.run(agent(), "hi", mode.config(server))
+    await either.run(agent(), "hi", either.config(server))
     assert len(server.requests) == 3
     assert len(ids(server)) == 1
     assert {r.value(wire.CONVERSATION_PARENT) for r in server.requests} == {None}
@@ -541,26 +550,26 @@ async def test_each_response_says_what_was_reused(server: FakeServer, mode: Mode
     assert not _models._reports
 
 
-async def test_no_word_of_reuse(server: FakeServer, mode: Mode) -> None:
-    result = await mode.run(agent(), "hi", mode.config(server))
+async def test_no_word_of_reuse(server: FakeServer, either: Mode) -> None:
+    result = await either.run(agent(), "hi", either.config(server))
     assert [reuse(each) for each in result.raw_responses] == [None]
     server.reuse = HIT
-    await mode.run(agent(), "hi", mode.config(server))
+    await either.run(agent(), "hi", either.config(server))
     async with openai.AsyncOpenAI(base_url=server.base_url, api_key="k") as client:
-        config = run_config(mode.provider(server, openai_client=client), model="m")
-        result = await mode.run(agent(), "hi", config)
+        config = run_config(either.provider(server, openai_client=client), model="m")
+        result = await either.run(agent(), "hi", config)
     assert [reuse(each) for each in result.raw_responses] == [None], "another client does not note it"
 
 
 # How it is made
 
 
-async def test_a_model_needs_no_provider(server: FakeServer, mode: Mode) -> None:
+async def test_a_model_needs_no_provider(server: FakeServer, either: Mode) -> None:
     async with carryback.AsyncOpenAI(base_url=server.base_url, api_key="k") as client:
-        kind = CarrybackResponsesModel if mode.use_responses else CarrybackChatCompletionsModel
+        kind = CarrybackResponsesModel if either.use_responses else CarrybackChatCompletionsModel
         session = SQLiteSession("s")
         for said in ("one", "two"):
-            await mode.run(agent(model=kind("m", client)), said, RunConfig(), session=session)
+            await either.run(agent(model=kind("m", client)), said, RunConfig(), session=session)
     assert len(ids(server)) == 1
 
 
