@@ -54,34 +54,9 @@ async def is_not_ready(client: Client) -> bool:
     return not await is_ready(client)
 
 
-async def test_decode_is_killed_while_idle(pair: Pair) -> None:
-    async with pair.router() as client:
-        await client.chat(prompt(1), "idle")
-        kill(pair, "decode")
-        answer = await client.chat(prompt(1), "idle")
-        assert answer.status in (502, 503)
-        assert answer.body["error"]["code"] in ("no_engine", "engine_failed")
-        await recovered(pair, client)
-        # What the dead engine held is forgotten, and the conversation goes on.
-        answer = await client.chat(prompt(1), "idle")
-        assert answer.reuse.outcome == "miss"
-        answer.assert_same(await client.chat(prompt(1), reuse=False))
-
-
-async def test_prefill_is_killed_while_idle(pair: Pair) -> None:
-    async with pair.router() as client:
-        expected = await client.chat(prompt(2), "idle")
-        kill(pair, "prefill")
-        # The decode engine does the whole request.
-        answer = await client.chat(prompt(2), "other")
-        assert answer.reuse.reason in ("prefill_failed", "prefill_unavailable")
-        answer.assert_same(expected)
-        await eventually(lambda: is_not_ready(client), 10, "a dead engine counts as ready")
-        await recovered(pair, client)
-
-
 async def test_decode_is_killed_in_the_middle_of_a_stream(pair: Pair) -> None:
     async with pair.router() as client:
+        await client.chat(prompt(1), "idle")
         body = {"model": NAME, "messages": prompt(3), "max_tokens": 2000, "min_tokens": 2000, "stream": True}
         async with client.session.post(f"{client.url}/v1/chat/completions", json=body) as response:
             assert response.status == 200
@@ -92,11 +67,19 @@ async def test_decode_is_killed_in_the_middle_of_a_stream(pair: Pair) -> None:
         last = rest.strip().split(b"\n\n")[-1]
         assert last.startswith(b'data: {"error"')
         assert b"engine_lost" in last
+        answer = await client.chat(prompt(1), "idle")
+        assert answer.status in (502, 503)
+        assert answer.body["error"]["code"] in ("no_engine", "engine_failed")
         await recovered(pair, client)
+        # What the dead engine held is forgotten, and the conversation goes on.
+        answer = await client.chat(prompt(1), "idle")
+        assert answer.reuse.outcome == "miss"
+        answer.assert_same(await client.chat(prompt(1), reuse=False))
 
 
 async def test_prefill_is_killed_in_the_middle_of_a_prefill(pair: Pair) -> None:
     async with pair.router() as client:
+        expected = await client.chat(prompt(2), "idle")
         calls = [
             asyncio.create_task(client.chat(prompt(seed, 80), f"mid{seed}", tokens=8)) for seed in range(6)
         ]
@@ -104,6 +87,11 @@ async def test_prefill_is_killed_in_the_middle_of_a_prefill(pair: Pair) -> None:
         kill(pair, "prefill")
         answers = await asyncio.gather(*calls)
         assert [answer.status for answer in answers] == [200] * 6
+        # The decode engine does the whole request.
+        answer = await client.chat(prompt(2), "other")
+        assert answer.reuse.reason in ("prefill_failed", "prefill_unavailable")
+        answer.assert_same(expected)
+        await eventually(lambda: is_not_ready(client), 10, "a dead engine counts as ready")
         await recovered(pair, client)
         for seed, answer in enumerate(answers):
             answer.assert_same(await client.chat(prompt(seed, 80), reuse=False, tokens=8))
