@@ -39,16 +39,21 @@ class Lineage:
             if parent is not None:
                 _put(self._parents, conversation, parent)
 
-    def descendants(self, conversation: str) -> list[str]:
-        """What was started by a conversation, and by what it started, and so on."""
+    def family(self, conversation: str) -> list[str]:
+        """A conversation, what it started, what that started, and so on; to be forgotten with it."""
         with self._lock:
             children: dict[str, list[str]] = {}
             for child, parent in self._parents.items():
                 children.setdefault(parent, []).append(child)
-        found = [conversation]
-        for each in found:
-            found += [child for child in children.get(each, ()) if child not in found]
-        return found[1:]
+            found = {conversation: None}
+            waiting = [conversation]
+            while waiting:
+                new = [child for child in children.get(waiting.pop(), ()) if child not in found]
+                found.update(dict.fromkeys(new))
+                waiting += new
+            for each in found:
+                self._parents.pop(each, None)
+        return list(found)
 
 
 def _put(entries: OrderedDict[_Key, str], key: _Key, value: str) -> None:

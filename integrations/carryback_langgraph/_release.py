@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from types import NoneType
 from typing import Any
 from urllib.parse import quote
@@ -33,7 +34,7 @@ def release(model: Runnable[Any, Any], *conversations: str) -> None:
         ValueError: the model has no synchronous OpenAI client.
     """
     client = _client(model, "root_client")
-    for conversation in _with_descendants(conversations):
+    for conversation in dict.fromkeys(chain.from_iterable(map(lineage.family, conversations))):
         try:
             client.delete(_path(conversation), cast_to=NoneType, options={"timeout": TIMEOUT_S})
         except openai.APIError as error:
@@ -47,7 +48,7 @@ async def arelease(model: Runnable[Any, Any], *conversations: str) -> None:
         ValueError: the model has no asynchronous OpenAI client.
     """
     client = _client(model, "root_async_client")
-    for conversation in _with_descendants(conversations):
+    for conversation in dict.fromkeys(chain.from_iterable(map(lineage.family, conversations))):
         try:
             await client.delete(_path(conversation), cast_to=NoneType, options={"timeout": TIMEOUT_S})
         except openai.APIError as error:
@@ -60,13 +61,6 @@ def _client(model: Runnable[Any, Any], attribute: str) -> Any:
     if client is None:
         raise ValueError(f"{type(base).__name__} has no OpenAI client (`{attribute}`) to release with")
     return client
-
-
-def _with_descendants(conversations: tuple[str, ...]) -> list[str]:
-    found: dict[str, None] = {}
-    for conversation in conversations:
-        found.update(dict.fromkeys([conversation, *lineage.descendants(conversation)]))
-    return list(found)
 
 
 def _path(conversation: str) -> str:

@@ -16,7 +16,7 @@ from langchain_core.tracers.context import register_configure_hook
 # Tasks to remember: those that run, and those whose sub-graphs still do.
 _CAPACITY = 100_000
 
-# As LangGraph marks them in `langgraph_path`: (this, number, whether a function was called rather).
+# As LangGraph marks them in `langgraph_path`: this, and their number. Calls of functions have none there.
 _PUSH = "__pregel_push"
 
 
@@ -35,7 +35,7 @@ class _Sends(BaseCallbackHandler):
         self, serialized: Any, inputs: Any, *, metadata: dict[str, Any] | None = None, **_: Any
     ) -> None:
         path = (metadata or {}).get("langgraph_path")
-        if not path or path[0] != _PUSH or path[-1] is True:
+        if not path or path[0] != _PUSH:
             return
         namespace, number = (metadata or {}).get("langgraph_checkpoint_ns"), path[1]
         if isinstance(namespace, str) and isinstance(number, int):

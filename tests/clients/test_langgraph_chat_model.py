@@ -15,6 +15,7 @@ from carryback_langgraph import CarrybackMiddleware, ChatCarryback, chat_node, c
 from fake_server import FakeServer
 from graphs import every_way, run, thread
 from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware
 from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.runnables import ConfigurableField, RunnableConfig, RunnableLambda
@@ -211,14 +212,31 @@ async def test_the_users_id_wins_from_wherever_it_comes(
 async def test_tools_do_not_lose_what_is_bound(server: FakeServer, way: str, make: Any) -> None:
     model = make(server).bind(extra_headers={"x-conversation-id": "mine"})
     middleware = [CarrybackMiddleware()]
-    if make is plain:  # `bind_tools` of a bound model drops what was bound; the middleware brings it back
-        graph = create_agent(model, [look], middleware=middleware)
-        await run(graph, way, {"messages": [("user", "hello")]}, thread())
-        assert server.last.conversation == "mine"
+    # `bind_tools` of a bound model drops what was bound; the middleware brings it back.
+    graph = create_agent(model, [look], middleware=middleware)
+    await run(graph, way, {"messages": [("user", "hello")]}, thread())
+    assert server.last.conversation == "mine"
     nodes = StateGraph(MessagesState).add_node("chat", chat_node(model, tools=[look])).add_edge(START, "chat")
     await run(nodes.compile(), way, {"messages": [("user", "hello")]}, thread())
     assert server.last.conversation == "mine"
     assert server.last.body["tools"]
+
+
+@every_way
+@pytest.mark.parametrize("make", [make, plain])
+async def test_headers_of_another_middleware_are_kept(server: FakeServer, way: str, make: Any) -> None:
+    class Another(AgentMiddleware):
+        def wrap_model_call(self, request: Any, handler: Any) -> Any:
+            return handler(request.override(model_settings={"extra_headers": {"X-Org": "a"}}))
+
+        async def awrap_model_call(self, request: Any, handler: Any) -> Any:
+            return await handler(request.override(model_settings={"extra_headers": {"X-Org": "a"}}))
+
+    model = make(server).bind(extra_headers={"x-conversation-id": "mine"})
+    graph = create_agent(model, [look], middleware=[Another(), CarrybackMiddleware()])
+    await run(graph, way, {"messages": [("user", "hello")]}, thread())
+    assert server.last.conversation == "mine"
+    assert server.last.value("X-Org") == "a"
 
 
 @every_way

@@ -196,11 +196,13 @@ async def test_branches_into_a_sub_graph(
 @every_way
 @models
 async def test_branches_to_a_node(server: FakeServer, way: str, make: Any) -> None:
+    name = str(uuid.uuid4())
     graph = fan_out(chat_node(make(server)), ["one", "two", "two"], None)
-    await run(graph, way, {"messages": []}, thread())
+    await run(graph, way, {"messages": []}, thread(name))
     asked = {request.conversation: request.body["messages"][0]["content"] for request in server.requests}
-    ids = [conversation_id("thread-7", node=f"worker#{number}") for number in range(3)]
+    ids = [conversation_id(name, node=f"worker#{number}") for number in range(3)]
     assert asked == dict(zip(ids, ["one", "two", "two"], strict=True))
+    assert {request.value(wire.CONVERSATION_PARENT) for request in server.requests} == {None}
 
 
 @every_way

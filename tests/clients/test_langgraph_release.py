@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 import pytest
+from carryback import conversation
 from carryback_langgraph import (
     CarrybackMiddleware,
     ChatCarryback,
@@ -22,7 +24,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
-from langgraph.types import Command
+from langgraph.types import Command, interrupt
 
 HELLO: dict[str, Any] = {"messages": [("user", "hello")]}
 
@@ -33,6 +35,12 @@ def carryback(server: FakeServer, **settings: Any) -> ChatCarryback:
 
 def plain(server: FakeServer, **settings: Any) -> ChatOpenAI:
     return ChatOpenAI(model="default", base_url=server.base_url, api_key="none", max_retries=0, **settings)
+
+
+@pytest.fixture
+def name() -> str:
+    """A thread that no other test has: what it started is remembered."""
+    return f"thread-{uuid.uuid4()}"
 
 
 models = pytest.mark.parametrize("make", [carryback, plain])
@@ -55,14 +63,16 @@ def seen(server: FakeServer) -> list[str]:
 @every_way
 @models
 @pytest.mark.parametrize("tools", [[], [look]])
-async def test_at_the_end_of_each_run(server: FakeServer, way: str, make: Any, tools: list[Any]) -> None:
+async def test_at_the_end_of_each_run(
+    server: FakeServer, name: str, way: str, make: Any, tools: list[Any]
+) -> None:
     server.calls_tools = True
     graph = create_agent(
         make(server), tools, middleware=[CarrybackMiddleware(release_on="end")], checkpointer=InMemorySaver()
     )
     for _ in range(2):
-        state = await run(graph, way, HELLO, thread())
-    once = ["asked"] * (1 + len(tools)) + [conversation_id("thread-7")]
+        state = await run(graph, way, HELLO, thread(name))
+    once = ["asked"] * (1 + len(tools)) + [conversation_id(name)]
     assert seen(server) == once * 2
     if "invoke" in way:  # streamed values are all that there are, also what is private
         assert "carryback_conversations" not in state
@@ -70,17 +80,17 @@ async def test_at_the_end_of_each_run(server: FakeServer, way: str, make: Any, t
 
 @every_way
 @models
-async def test_never(server: FakeServer, way: str, make: Any) -> None:
+async def test_never(server: FakeServer, name: str, way: str, make: Any) -> None:
     for middleware in (CarrybackMiddleware(), CarrybackMiddleware("never")):
         graph = create_agent(make(server), middleware=[middleware], checkpointer=InMemorySaver())
         assert set(graph.nodes) == {"__start__", "model"}
-        await run(graph, way, HELLO, thread())
+        await run(graph, way, HELLO, thread(name))
     assert seen(server) == ["asked"] * 2
 
 
 @every_way
 @models
-async def test_an_interrupt_is_no_end(server: FakeServer, way: str, make: Any) -> None:
+async def test_an_interrupt_is_no_end(server: FakeServer, name: str, way: str, make: Any) -> None:
     server.calls_tools = True
     checkpointer = InMemorySaver()
 
@@ -91,29 +101,29 @@ async def test_an_interrupt_is_no_end(server: FakeServer, way: str, make: Any) -
         ]
         return create_agent(make(server), [look], middleware=middleware, checkpointer=checkpointer)
 
-    await run(graph(), way, HELLO, thread())
+    await run(graph(), way, HELLO, thread(name))
     assert seen(server) == ["asked"]
-    await run(graph(), way, Command(resume={"decisions": [{"type": "approve"}]}), thread())
-    assert seen(server) == ["asked", "asked", conversation_id("thread-7")]
+    await run(graph(), way, Command(resume={"decisions": [{"type": "approve"}]}), thread(name))
+    assert seen(server) == ["asked", "asked", conversation_id(name)]
 
 
 @every_way
 @models
-async def test_an_error_is_no_end(server: FakeServer, way: str, make: Any) -> None:
+async def test_an_error_is_no_end(server: FakeServer, name: str, way: str, make: Any) -> None:
     graph = create_agent(
         make(server), middleware=[CarrybackMiddleware(release_on="end")], checkpointer=InMemorySaver()
     )
     server.failures = [400]
     with pytest.raises(Exception, match="as told"):
-        await run(graph, way, HELLO, thread())
+        await run(graph, way, HELLO, thread(name))
     assert seen(server) == ["asked"]
-    await run(graph, way, None, thread())
-    assert seen(server) == ["asked", "asked", conversation_id("thread-7")]
+    await run(graph, way, None, thread(name))
+    assert seen(server) == ["asked", "asked", conversation_id(name)]
 
 
 @every_way
 @models
-async def test_with_what_it_started(server: FakeServer, way: str, make: Any) -> None:
+async def test_with_what_it_started(server: FakeServer, name: str, way: str, make: Any) -> None:
     helper = create_agent(make(server), middleware=[CarrybackMiddleware()])
 
     @tool("look")
@@ -133,8 +143,8 @@ async def test_with_what_it_started(server: FakeServer, way: str, make: Any) -> 
         middleware=[CarrybackMiddleware(release_on="end")],
         checkpointer=InMemorySaver(),
     )
-    await run(graph, way, HELLO, thread("with-helper"))
-    ids = [conversation_id("with-helper"), conversation_id("with-helper", "tools#0")]
+    await run(graph, way, HELLO, thread(name))
+    ids = [conversation_id(name), conversation_id(name, "tools#0")]
     assert seen(server) == ["asked"] * 3 + ids
 
 
@@ -148,42 +158,70 @@ async def test_without_a_thread(server: FakeServer, way: str, make: Any) -> None
 
 @every_way
 @models
-async def test_the_users_own_is_the_users(server: FakeServer, way: str, make: Any) -> None:
+async def test_the_users_own_is_the_users(server: FakeServer, name: str, way: str, make: Any) -> None:
     model = make(server, default_headers={"x-conversation-id": "mine"})
     graph = create_agent(model, middleware=[CarrybackMiddleware(release_on="end")])
-    await run(graph, way, HELLO, thread())
+    await run(graph, way, HELLO, thread(name))
     assert seen(server) == ["asked"]
+    graph = create_agent(make(server), middleware=[CarrybackMiddleware(release_on="end")])
+    with conversation("mine"):
+        await run(graph, way, HELLO, thread(name))
+    assert seen(server) == ["asked"] * 2
 
 
 @every_way
 @models
-async def test_a_sub_graph_ends_itself_only(server: FakeServer, way: str, make: Any) -> None:
+async def test_a_sub_graph_ends_itself_only(server: FakeServer, name: str, way: str, make: Any) -> None:
     graph: Any = StateGraph(MessagesState)
     graph.add_node("chat", chat_node(make(server)))
     graph.add_node("aside", create_agent(make(server), middleware=[CarrybackMiddleware(release_on="end")]))
     graph.add_edge(START, "chat").add_edge("chat", "aside")
-    await run(graph.compile(checkpointer=InMemorySaver()), way, HELLO, thread())
-    assert seen(server) == ["asked", "asked", conversation_id("thread-7", "aside")]
+    await run(graph.compile(checkpointer=InMemorySaver()), way, HELLO, thread(name))
+    assert seen(server) == ["asked", "asked", conversation_id(name, "aside")]
 
 
 @every_way
 @models
-async def test_servers_that_do_not_know_it(server: FakeServer, way: str, make: Any) -> None:
+async def test_servers_that_do_not_know_it(server: FakeServer, name: str, way: str, make: Any) -> None:
     server.knows_conversations = False
     graph = create_agent(make(server), middleware=[CarrybackMiddleware(release_on="end")])
-    state = await run(graph, way, HELLO, thread())
+    state = await run(graph, way, HELLO, thread(name))
     assert state["messages"][-1].content == "Hello."
     assert len(server.requests) == 2
 
 
-async def test_a_model_without_a_client(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+@every_way
+async def test_where_no_model_was_called(
+    server: FakeServer, name: str, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    @tool(return_direct=True)
+    def ask_the_user(question: str) -> str:
+        """Ask the user."""
+        return str(interrupt(question))
+
+    server.calls_tools = True
+    checkpointer = InMemorySaver()
+    for given in (HELLO, Command(resume="yes")):
+        middleware = [CarrybackMiddleware(release_on="end")]
+        graph = create_agent(
+            carryback(server), [ask_the_user], middleware=middleware, checkpointer=checkpointer
+        )
+        await run(graph, way, given, thread(name))
+    assert seen(server) == ["asked"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "carryback"]
+    assert warning == (
+        f"conversation {conversation_id(name)} is left to expire: no model was called in this process"
+    )
+
+
+async def test_a_model_without_a_client(server: FakeServer, name: str) -> None:
     async def key() -> str:
         return "none"
 
     model = ChatCarryback(model="default", base_url=server.base_url, api_key=key)
     graph = create_agent(model, middleware=[CarrybackMiddleware(release_on="end")])
-    await run(graph, "ainvoke", HELLO, thread())
-    assert seen(server) == ["asked", conversation_id("thread-7")]
+    await run(graph, "ainvoke", HELLO, thread(name))
+    assert seen(server) == ["asked", conversation_id(name)]
     with pytest.raises(ValueError, match="root_client"):
         release(model, "c-1")
     with pytest.raises(ValueError, match="GenericFakeChatModel has no OpenAI client"):
@@ -191,11 +229,11 @@ async def test_a_model_without_a_client(server: FakeServer, caplog: pytest.LogCa
 
 
 @models
-async def test_by_hand(server: FakeServer, make: Any) -> None:
+async def test_by_hand(server: FakeServer, name: str, make: Any) -> None:
     model = make(server)
     release(model.bind(stop=["x"]), "c-1", "a/b c")
-    await arelease(model, conversation_id("thread-7"))
-    assert seen(server) == ["c-1", "a%2Fb%20c", conversation_id("thread-7")]
+    await arelease(model, conversation_id(name))
+    assert seen(server) == ["c-1", "a%2Fb%20c", conversation_id(name)]
     server.failures = [500, 500]
     release(model, "c-1")
     await arelease(model, "c-1")

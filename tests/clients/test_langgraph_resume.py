@@ -10,7 +10,6 @@ import pytest
 from carryback import wire
 from carryback_langgraph import conversation_id
 from fake_server import FakeServer
-from graphs import every_way
 
 PROGRAM = Path(__file__).with_name("resuming.py")
 
@@ -25,7 +24,7 @@ async def part(server: FakeServer, folder: Path, graph: str, way: str, action: s
     assert process.returncode == 0, errors.decode()
 
 
-@every_way
+@pytest.mark.parametrize("way", ["stream", "ainvoke"])
 async def test_an_agent_goes_on_in_another_process(server: FakeServer, tmp_path: Path, way: str) -> None:
     server.calls_tools = True
     for action in ("start", "resume"):

@@ -29,7 +29,8 @@ class TestChatCarryback(ChatModelUnitTests):
         return environment, {"model": "default"}, {"openai_api_base": "http://127.0.0.1:9/v1"}
 
     @pytest.mark.xfail(
-        raises=ValueError, reason="LangChain loads classes of its partners only, others when they are given to it"
+        raises=ValueError,
+        reason="LangChain loads classes of its partners only, others when they are given to it",
     )
     def test_serdes(self, model: BaseChatModel, snapshot: SnapshotAssertion) -> None:
         super().test_serdes(model, snapshot)
