@@ -14,6 +14,7 @@ import carryback
 from agents import ModelSettings, TResponseInputItem
 from agents.tracing import AgentSpanData, TurnSpanData, get_current_span
 from carryback import wire
+from carryback._body import named_by
 from openai import AsyncOpenAI
 
 try:
@@ -196,9 +197,5 @@ def _given(client: AsyncOpenAI, settings: ModelSettings) -> Iterator[tuple[str, 
     """What the user set already: headers, and body fields that name a conversation."""
     yield from client.default_headers.items()
     yield from (settings.extra_headers or {}).items()
-    for kind, name in wire.CONVERSATION_SOURCES:
-        value: object = settings.extra_body
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if kind == "body" and value is not None:
-            yield name, value
+    if isinstance(settings.extra_body, Mapping):
+        yield from ((name, True) for name in named_by(settings.extra_body))

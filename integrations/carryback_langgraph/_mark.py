@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from carryback import headers, wire
-from carryback._client import _CHAT, _RESPONSES, _messages, _named_by
+from carryback._body import history, named_by
 from carryback._conversation import current
 from langchain_openai.chat_models.base import BaseChatOpenAI
 
@@ -41,11 +41,11 @@ def marked(model: BaseChatOpenAI, payload: Mapping[str, Any], tools: Sequence[An
     own = dict(payload.get("extra_headers") or {})
     body = {**payload, **(payload.get("extra_body") or {})}
     given = {*(client.default_headers if client is not None else model.default_headers or {}), *own}
-    given.update(_named_by(body))
+    given.update(named_by(body))
     here = place()
     parent = None if here is None else lineage.parent(here)
     ours = headers(
-        _messages(_RESPONSES if "input" in body else _CHAT, body),
+        history(body),
         body.get("tools") or tools,
         name=() if here is None else here.words,
         parent=parent,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -18,6 +18,7 @@ import openai
 from openai._models import FinalRequestOptions
 
 from carryback import wire
+from carryback._body import history, named_by
 from carryback._conversation import current
 from carryback._headers import headers
 from carryback._reuse import reuse, set_last
@@ -27,7 +28,7 @@ log = logging.getLogger("carryback")
 
 RELEASE_TIMEOUT_S = 10.0
 
-_CHAT, _COMPLETIONS, _RESPONSES = "/chat/completions", "/completions", "/responses"
+_MODELS = ("/chat/completions", "/completions", "/responses")
 
 
 class OpenAI(openai.OpenAI):
@@ -104,21 +105,19 @@ def _release_path(conversation: str) -> str:
     return f"/conversations/{quote(conversation, safe='')}"
 
 
-def _endpoint(options: FinalRequestOptions) -> str | None:
-    """The endpoint of a request that a model answers, else None."""
-    path = options.url.partition("?")[0]
-    return path if options.method.lower() == "post" and path in (_CHAT, _COMPLETIONS, _RESPONSES) else None
+def _is_models(options: FinalRequestOptions) -> bool:
+    """Whether it is a request that a model answers."""
+    return options.method.lower() == "post" and options.url.partition("?")[0] in _MODELS
 
 
 def _note_reuse(*, options: FinalRequestOptions, response: Any, **_: Any) -> None:
-    if _endpoint(options):
+    if _is_models(options):
         set_last(reuse(response))
 
 
 def _marked(client: OpenAI | AsyncOpenAI, options: FinalRequestOptions) -> FinalRequestOptions:
     """The request with the wire's headers, except for those that the caller has set."""
-    endpoint = _endpoint(options)
-    if endpoint is None:
+    if not _is_models(options):
         return options
     set_last(None)  # until this request has been answered
 
@@ -131,39 +130,13 @@ def _marked(client: OpenAI | AsyncOpenAI, options: FinalRequestOptions) -> Final
     if (conversation := current()) is not None and wire.CONVERSATION_ID.lower() not in given:
         conversation.used_by(client, (client.base_url, client.api_key))
     ours = headers(
-        _messages(endpoint, body),
+        history(body),
         body.get("tools"),
         scope=str(client.base_url),
         group=str(body.get("prompt_cache_key") or ""),
-        given=[*given, *_named_by(body)],
+        given=[*given, *named_by(body)],
         identifier=client._identifier,
     )
     options = copy.copy(options)  # the caller's may be used again
     options.headers = own | ours
     return options
-
-
-def _messages(endpoint: str, body: Mapping[str, Any]) -> list[Any] | None:
-    """The whole history of a request, if it carries it."""
-    if endpoint == _CHAT:
-        messages = body.get("messages")
-        return messages if isinstance(messages, list) else None
-    if endpoint == _RESPONSES and not body.get("previous_response_id") and not body.get("conversation"):
-        items = body.get("input")
-        if isinstance(items, str):
-            items = [{"role": "user", "content": items}]
-        if isinstance(items, list):
-            instructions = body.get("instructions")
-            return [{"role": "system", "content": instructions}, *items] if instructions else items
-    return None
-
-
-def _named_by(body: Mapping[str, Any]) -> Iterator[str]:
-    """The fields by which the body names the conversation, as the router reads them."""
-    for kind, name in wire.CONVERSATION_SOURCES:
-        if kind == "body":
-            value: Any = body
-            for key in name.split("."):
-                value = value.get(key) if isinstance(value, Mapping) else None
-            if value is not None:
-                yield name
