@@ -18,10 +18,15 @@ $(STAMP): $(wildcard requirements/*.txt) pyproject.toml
 demo: install
 	$(BIN)/python examples/demo.py $(ARGS)
 
-# make test TEST_ARGS="tests/unit -x"
+# Those without engines side by side, then those with. Some: make test TEST_ARGS="tests/unit -x"
 test: install
 	scripts/test-tools.sh
+ifdef TEST_ARGS
 	$(BIN)/python -m pytest $(TEST_ARGS)
+else
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/unit tests/clients tests/router
+	$(BIN)/python -m pytest tests/engine
+endif
 
 lint: install
 	$(BIN)/ruff check .

@@ -236,9 +236,11 @@ async def main() -> int:
         for example in options.examples:
             meter, printed = await measure(example, upstream)
             print(printed, flush=True)
-            inferred = (
-                (await measure(example, upstream, anonymous=True))[0].calls if options.inferred else None
-            )
+            inferred = None
+            if options.inferred:
+                inferred = (await measure(example, upstream, anonymous=True))[0].calls
+                for call in inferred:
+                    print(f"inferred, {call.conversation}: {call.reuse.header()}")
             lines.append(row(example, meter.calls, inferred))
             print(lines[-1], flush=True)
             for call in meter.calls:

@@ -9,6 +9,7 @@ Every model call of the agent then says which conversation and turn it belongs t
 from __future__ import annotations
 
 import argparse
+import json
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -21,28 +22,35 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.tools import StructuredTool
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
-from openai_loop import FUNCTIONS, QUESTIONS, SYSTEM, TOOLS
+from openai_loop import QUESTIONS, SYSTEM, TOOLS, call_tool
 from report import Report
 
-HANDBOOK_TOOLS = [
-    StructuredTool.from_function(
-        FUNCTIONS[tool["function"]["name"]],
-        description=tool["function"]["description"],
-        args_schema=tool["function"]["parameters"],
+
+def handbook_tool(function: dict[str, Any]) -> StructuredTool:
+    """A tool as LangChain has it. It answers also if the model's arguments make no sense."""
+    name = function["name"]
+
+    def run(**arguments: Any) -> str:
+        return call_tool(name, json.dumps(arguments))
+
+    return StructuredTool.from_function(
+        run, name=name, description=function["description"], args_schema=function["parameters"]
     )
-    for tool in TOOLS
-]
+
+
+HANDBOOK_TOOLS = [handbook_tool(tool["function"]) for tool in TOOLS]
 
 
 @wrap_model_call
 def one_tool_a_turn(
     request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
 ) -> ModelResponse[Any]:
-    """A model of this size calls tools only when it must. Leave this out with a larger one."""
+    """A model of this size calls tools only when it must, and by their schema. Leave this out with a larger one."""
     asked = request.messages[-1]
     first = next((tool for question, tool in QUESTIONS if asked.content == question), None)
     is_first = isinstance(asked, HumanMessage) and first is not None
-    return handler(request.override(tool_choice=first if is_first else "none"))
+    settings = {**request.model_settings, "strict": True}
+    return handler(request.override(tool_choice=first if is_first else "none", model_settings=settings))
 
 
 def main() -> None:
