@@ -43,21 +43,12 @@ def base_url(quiet: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         return
     port, admin_port = free_ports(2)
     log = tmp_path_factory.mktemp("serve") / "log"
-    argv = ["serve", "--port", str(port), "--admin-port", str(admin_port), "--served-model-name", "default"]
+    argv = [
+        sys.executable, "-m", "carryback_server", "serve", "--device", "cpu", "--served-model-name", "default",
+        "--port", str(port), "--admin-port", str(admin_port), "--", "--structured-outputs-config", NO_SPACES,
+    ]  # fmt: skip
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "carryback_server.cli",
-                *argv,
-                "--",
-                "--structured-outputs-config",
-                NO_SPACES,
-            ],
-            stdout=out,
-            stderr=out,
-        )
+        process = subprocess.Popen(argv, stdout=out, stderr=out)
     try:
         url = f"http://127.0.0.1:{port}"
         for _ in range(START_LIMIT_S):
