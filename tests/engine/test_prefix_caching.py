@@ -33,7 +33,7 @@ async def test_random_histories_with_caches(caching: Pair) -> None:
     dice = random.Random(7)
     reused = 0
     async with caching.router() as cached:
-        for seed in range(5):
+        for seed in range(3):
             # Few seeds: what one conversation left in the caches is met by the next.
             edits = dice.choices(EDITS, k=4)
             reused += await check_history(cached, edits, seed % 3, tokens=100, is_cached=True)

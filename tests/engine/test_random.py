@@ -75,7 +75,7 @@ async def check_history(
 
 
 @settings(
-    max_examples=30,
+    max_examples=20,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     derandomize=True,
