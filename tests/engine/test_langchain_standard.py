@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,12 +14,10 @@ import pytest
 import pytest_asyncio
 from carryback_langgraph import ChatCarryback, reuse
 from carryback_server.launch import free_ports
-from langchain.agents import create_agent
 from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.messages import AIMessage
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.integration_tests.chat_models import magic_function, magic_function_no_args
-from langgraph.checkpoint.memory import InMemorySaver
 from pair import Pair
 
 START_LIMIT_S = 600
@@ -142,17 +139,3 @@ async def test_strict_tools_are_called_by_their_schema(base_url: str, stream: bo
     assert said is not None
     assert said.conversation
     assert said.prompt_tokens > 100
-
-
-async def test_a_thread_reads_back_its_turns(base_url: str) -> None:
-    # Answers that are worth reading back: the router leaves less than 64 tokens to be computed anew.
-    model = ChatCarryback(
-        model="default", base_url=base_url, api_key="none", temperature=0, max_tokens=96,
-        extra_body={"min_tokens": 96},
-    )  # fmt: skip
-    graph = create_agent(model, checkpointer=InMemorySaver())
-    config: Any = {"configurable": {"thread_id": str(uuid.uuid4())}}
-    for question in ("What is a flange?", "And a gasket?", "Which is larger?"):
-        state = await graph.ainvoke({"messages": [HumanMessage(question)]}, config)
-    told = [reuse(message) for message in state["messages"] if isinstance(message, AIMessage)]
-    assert [each and each.outcome for each in told] == ["miss", "hit", "hit"]
