@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from itertools import chain
-from types import NoneType
 from typing import Any
-from urllib.parse import quote
 
-import openai
+from carryback import _release
 from langchain_core.runnables import Runnable
 from langchain_openai.chat_models.base import BaseChatOpenAI
 
 from carryback_langgraph._lineage import lineage
 from carryback_langgraph._settings import unwrap
-
-log = logging.getLogger("carryback")
-
-TIMEOUT_S = 10.0
 
 
 def release(model: Runnable[Any, Any], *conversations: str) -> None:
@@ -35,10 +28,7 @@ def release(model: Runnable[Any, Any], *conversations: str) -> None:
     """
     client = _client(model, "root_client")
     for conversation in dict.fromkeys(chain.from_iterable(map(lineage.family, conversations))):
-        try:
-            client.delete(_path(conversation), cast_to=NoneType, options={"timeout": TIMEOUT_S})
-        except openai.APIError as error:
-            log.debug("conversation %s was not released: %s", conversation, error)
+        _release.release(client, conversation)
 
 
 async def arelease(model: Runnable[Any, Any], *conversations: str) -> None:
@@ -49,10 +39,7 @@ async def arelease(model: Runnable[Any, Any], *conversations: str) -> None:
     """
     client = _client(model, "root_async_client")
     for conversation in dict.fromkeys(chain.from_iterable(map(lineage.family, conversations))):
-        try:
-            await client.delete(_path(conversation), cast_to=NoneType, options={"timeout": TIMEOUT_S})
-        except openai.APIError as error:
-            log.debug("conversation %s was not released: %s", conversation, error)
+        await _release.arelease(client, conversation)
 
 
 def _client(model: Runnable[Any, Any], attribute: str) -> Any:
@@ -61,7 +48,3 @@ def _client(model: Runnable[Any, Any], attribute: str) -> Any:
     if client is None:
         raise ValueError(f"{type(base).__name__} has no OpenAI client (`{attribute}`) to release with")
     return client
-
-
-def _path(conversation: str) -> str:
-    return f"/conversations/{quote(conversation, safe='')}"

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from collections.abc import Mapping
-from types import NoneType
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import openai
 from openai._models import FinalRequestOptions
@@ -21,12 +18,9 @@ from carryback import wire
 from carryback._body import history, named_by
 from carryback._conversation import current
 from carryback._headers import headers
+from carryback._release import arelease, release
 from carryback._reuse import reuse, set_last
 from carryback.identity import Identifier
-
-log = logging.getLogger("carryback")
-
-RELEASE_TIMEOUT_S = 10.0
 
 _MODELS = ("/chat/completions", "/completions", "/responses")
 
@@ -59,10 +53,7 @@ class OpenAI(openai.OpenAI):
         return super()._process_response(**kwargs)
 
     def _release(self, conversation: str) -> None:
-        try:
-            self.delete(_release_path(conversation), cast_to=NoneType, options={"timeout": RELEASE_TIMEOUT_S})
-        except openai.APIError as error:
-            log.debug("conversation %s was not released: %s", conversation, error)
+        release(self, conversation)
 
 
 class AsyncOpenAI(openai.AsyncOpenAI):
@@ -93,16 +84,7 @@ class AsyncOpenAI(openai.AsyncOpenAI):
         return await super()._process_response(**kwargs)
 
     async def _release(self, conversation: str) -> None:
-        try:
-            await self.delete(
-                _release_path(conversation), cast_to=NoneType, options={"timeout": RELEASE_TIMEOUT_S}
-            )
-        except openai.APIError as error:
-            log.debug("conversation %s was not released: %s", conversation, error)
-
-
-def _release_path(conversation: str) -> str:
-    return f"/conversations/{quote(conversation, safe='')}"
+        await arelease(self, conversation)
 
 
 def _is_models(options: FinalRequestOptions) -> bool:

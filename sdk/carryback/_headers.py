@@ -46,8 +46,8 @@ def headers(
     """
     words = (name,) if isinstance(name, str) and name else tuple(name)
     taken = {each.lower() for each in given}
-    is_named = not _SOURCES.isdisjoint(taken)
-    counted, step = turn_of(messages) if messages else (None, None)
+    counted: str | None = None
+    step: int | None = None
     ours: dict[str, str | int | None] = {}
     entered: Conversation | None = current()
     if entered is not None:
@@ -55,8 +55,8 @@ def headers(
             ours[wire.CONVERSATION_ID] = entered.id
             ours[wire.CONVERSATION_PARENT] = entered.parent
         turn = entered.turn or turn
-    elif is_named:
-        pass
+    elif not _SOURCES.isdisjoint(taken):
+        pass  # the caller names it
     elif messages:
         if identifier is None:
             identifier = _shared
@@ -69,6 +69,8 @@ def headers(
     elif words:
         ours[wire.CONVERSATION_ID] = derived_id(*words)
         ours[wire.CONVERSATION_PARENT] = parent
+    if messages and step is None:
+        counted, step = turn_of(messages)
     ours[wire.TURN_ID] = turn or counted
     ours[wire.TURN_STEP] = step
     return {
