@@ -208,6 +208,12 @@ class Service:
             f"all blocks are free: {[engine.state() for engine in self.engines]}",
         )
 
+    async def finish(self) -> None:
+        """Stop the router, wait until nothing is held, and `check`."""
+        await self.stop_router()
+        await self.unpinned()
+        self.check()
+
     def check(self) -> None:
         """Assert that the engines saw nothing that a correct router never does."""
         assert [each for engine in self.engines for each in engine.violations] == []

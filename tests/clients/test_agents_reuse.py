@@ -47,9 +47,7 @@ async def service() -> AsyncIterator[Service]:
     """Whatever is done to it, engines have seen nothing wrong, and hold nothing in the end."""
     async with Service() as service:
         yield service
-        await service.stop_router()
-        await service.unpinned()
-        service.check()
+        await service.finish()
 
 
 @function_tool

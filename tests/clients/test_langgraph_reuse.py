@@ -27,9 +27,7 @@ async def service() -> AsyncIterator[Service]:
     """A router and its engines; none may have seen what a correct router never does."""
     async with Service() as service:
         yield service
-        await service.stop_router()
-        await service.unpinned()
-        service.check()
+        await service.finish()
 
 
 def carryback(service: Service, **settings: Any) -> ChatCarryback:

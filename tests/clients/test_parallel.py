@@ -17,6 +17,7 @@ from carryback import wire
 from carryback.identity import Identifier
 from carryback_agents import CarrybackProvider, _calls, _models, run_config
 from fake_server import FakeServer, Request
+from test_client import raw, streamed, streaming_response
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -83,22 +84,6 @@ def test_what_is_remembered_is_bounded() -> None:
     assert all(len(kept) <= 200 for kept in (identifier._states, identifier._tails, identifier._beginnings))
 
 
-def raw(client: openai.OpenAI, messages: list[Any]) -> str | None:
-    response = client.chat.completions.with_raw_response.create(model="m", messages=messages)
-    return response.parse().choices[0].message.content
-
-
-def streamed_response(client: openai.OpenAI, messages: list[Any]) -> str | None:
-    create = client.chat.completions.with_streaming_response.create
-    with create(model="m", messages=messages) as response:
-        return response.parse().choices[0].message.content
-
-
-def streamed(client: openai.OpenAI, messages: list[Any]) -> str | None:
-    with client.chat.completions.create(model="m", messages=messages, stream=True) as stream:
-        return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-
-
 def copied(client: openai.OpenAI, messages: list[Any]) -> str | None:
     return raw(client.with_options(timeout=300, max_retries=0), messages)
 
@@ -108,7 +93,7 @@ def test_200_conversations_in_threads_share_one_client(server: FakeServer, named
     client = carryback.OpenAI(
         base_url=server.base_url, api_key="k", timeout=300, default_headers={"X-Org": "a"}
     )
-    uses: list[Callable[[openai.OpenAI, list[Any]], str | None]] = [raw, streamed, streamed_response, copied]
+    uses: list[Callable[[openai.OpenAI, list[Any]], str | None]] = [raw, streamed, streaming_response, copied]
     numbers = iter(range(200))
     failed: list[BaseException] = []
 

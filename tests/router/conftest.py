@@ -37,6 +37,4 @@ async def serve() -> AsyncIterator[Serve]:
 
         yield start
         for service in services:
-            await service.stop_router()
-            await service.unpinned()
-            service.check()
+            await service.finish()
