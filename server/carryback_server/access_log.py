@@ -43,6 +43,8 @@ class Entry(msgspec.Struct, omit_defaults=True):
         decode_engine: the engine that answered.
         ttft_s: from its arrival to the first byte of the answer.
         prefill_s: of that, at prefill engines.
+        read_s: of that, reading KV back, as the engine says.
+        compute_s: of that, computing, as the engine says.
         decode_wait_s: of that, at decode engines.
         duration_s: from its arrival to the end of the answer.
         bytes_in: of the request's body.
@@ -69,6 +71,8 @@ class Entry(msgspec.Struct, omit_defaults=True):
     reuse: Reuse | None = None
     ttft_s: float = 0.0
     prefill_s: float = 0.0
+    read_s: float = 0.0
+    compute_s: float = 0.0
     decode_wait_s: float = 0.0
     duration_s: float = 0.0
     bytes_in: int = 0
@@ -125,6 +129,8 @@ class AccessLog:
         entry.model = printable(entry.model)
         entry.ttft_s = round(entry.ttft_s, 6)
         entry.prefill_s = round(entry.prefill_s, 6)
+        entry.read_s = round(entry.read_s, 6)
+        entry.compute_s = round(entry.compute_s, 6)
         entry.decode_wait_s = round(entry.decode_wait_s, 6)
         entry.duration_s = round(entry.duration_s, 6)
         line = self._encoder.encode(entry) if self._form == "json" else _text(entry)

@@ -90,6 +90,7 @@ class Router:
         admin.router.add_get("/metrics", self._metrics, **expect)
         admin.router.add_get("/admin/engines", self._engines, **expect)
         admin.router.add_post("/admin/engines", self._set_engines, **expect)
+        admin.router.add_get("/admin/costs", self._costs, **expect)
         admin.router.add_post("/admin/engines/{name}/drain", self._drain, **expect)
         admin.router.add_post("/admin/engines/{name}/undrain", self._undrain, **expect)
         admin.router.add_post("/admin/reload", self._reload, **expect)
@@ -271,6 +272,9 @@ class Router:
 
     async def _engines(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": [each.view() for each in self.pipeline.pool.engines]})
+
+    async def _costs(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": self.pipeline.costs.view()})
 
     async def _set_engines(self, request: web.Request) -> web.Response:
         try:

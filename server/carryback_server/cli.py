@@ -81,7 +81,8 @@ def serve(
         float | None, typer.Option(help="Seconds that a finished turn's KV is held. (default: 480)")
     ] = None,
     kv_recompute_threshold: Annotated[
-        int | None, typer.Option(help="Recompute rather than read fewer tokens than this. (default: 64)")
+        str | None,
+        typer.Option(help="Recompute rather than read fewer tokens than this; auto: learned. (default: 64)"),
     ] = None,
     kv_backend: Annotated[
         str | None, typer.Option(help="NIXL's transport, UCX or LIBFABRIC. (default: UCX)")

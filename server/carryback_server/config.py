@@ -204,6 +204,9 @@ class RouterConfig(BaseModel, extra="forbid"):
     "The same while a tool runs: after an answer with tool calls, or one that did not come to its end."
     hold_first_s: float = Field(60.0, ge=0)
     "The same for a first request that names no conversation: it may be a one-shot."
+    kv_recompute_threshold: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
+    """Tokens below which a prefill engine computes what it could read. `auto`: fewer than it takes for a read to
+    pay, as learned for each pair of engines; None: as the engines were started."""
     pin_budget: float = Field(0.5, ge=0, le=1)
     "The share of a decode engine's KV blocks that may be held for absent conversations."
     prefill_lease_s: float = Field(30.0, gt=0)
@@ -301,8 +304,6 @@ class ServeConfig(_Settings, RouterConfig):
     prefill_args: Words = []
     decode_args: Words = []
 
-    kv_recompute_threshold: int = Field(64, ge=0)
-    "Tokens below which a prefill engine recomputes rather than reads."
     kv_backend: str = "UCX"
     "NIXL's transport; LIBFABRIC for EFA."
     cpu_kv_cache_gib: int = Field(1, gt=0)

@@ -28,6 +28,8 @@ EVENTS_KEY = "CARRYBACK_EVENTS_KEY"
 SECRETS = (KEY, ENGINE_API_KEY, EVENTS_KEY)
 
 _LOOPBACK = "127.0.0.1"
+# vLLM's own default, in tokens.
+RECOMPUTE_THRESHOLD = 64
 _FIRST_PORT: dict[Role, int] = {"prefill": 8100, "decode": 8200}
 # Given by carryback's own settings, so that the router and the engines agree.
 _RESERVED = ("--model", "--served-model-name", "--host", "--port", "--api-key")
@@ -270,6 +272,7 @@ def _options(config: ServeConfig, role: Role, device: Device, events: str) -> li
 
 
 def _kv_transfer(config: ServeConfig, role: Role, events: str) -> dict[str, object]:
+    threshold = config.kv_recompute_threshold
     return {
         "kv_connector": "CarrybackConnector",
         "kv_connector_module_path": "carryback_vllm.connector",
@@ -278,7 +281,8 @@ def _kv_transfer(config: ServeConfig, role: Role, events: str) -> dict[str, obje
         "kv_load_failure_policy": "recompute" if role == "prefill" else "fail",
         "kv_connector_extra_config": {
             "bidirectional_kv_xfer": True,
-            "kv_recompute_threshold": config.kv_recompute_threshold,
+            # With `auto`, until something was learned.
+            "kv_recompute_threshold": threshold if isinstance(threshold, int) else RECOMPUTE_THRESHOLD,
             # Whole seconds, and vLLM sends heartbeats at a sixth of the lease.
             "decoder_kv_blocks_ttl": max(1, math.ceil(config.hold_s)),
             "kv_lease_duration": max(6, math.ceil(config.prefill_lease_s)),

@@ -150,6 +150,14 @@ class Metrics:
             "reason",
         )
 
+        self.break_even_tokens = gauge(
+            "break_even_tokens",
+            "Tokens from which on reading KV back is quicker than computing it, as learned; -1: never.",
+            "prefill",
+            "decode",
+            over_workers="livemostrecent",
+        )
+
         # -- what is held
         self.held_records = gauge(
             "held_records", "Finished turns whose KV is held for the next one.", "engine"
@@ -250,6 +258,7 @@ class Metrics:
         self._tenant_rejected = Labelled(self.tenant_rejected)
         self._tenant_in_flight = Labelled(self.tenant_in_flight)
         self._tenant_held = Labelled(self.tenant_held_blocks)
+        self._break_even = Labelled(self.break_even_tokens)
         self._held = Labelled(self.held_records), Labelled(self.held_tokens), Labelled(self.held_blocks)
         self._given_up = Labelled(self.pins_given_up)
         self._pin_budget = Labelled(self.pin_budget_blocks)
@@ -292,6 +301,11 @@ class Metrics:
                 self._tokens[source,].inc(tokens)
                 if tenant:
                     self._tenant_tokens[tenant, source].inc(tokens)
+
+    def break_even(self, prefill: str, decode: str, tokens: int | None) -> None:
+        """From how many tokens on a read between two engines pays; -1: never; None: not known yet."""
+        if tokens is not None:
+            self._break_even[prefill, decode].set(tokens)
 
     def observe_state(self, operation: str, result: str, seconds: float) -> None:
         """An operation on the store of conversations is over.

@@ -17,12 +17,13 @@ import msgspec
 from aiohttp import web
 from carryback import wire
 from carryback.identity import Identifier
-from carryback.wire import Reuse
+from carryback.wire import Reuse, Work
 
 from carryback_server.access_log import AccessLog, Entry
 from carryback_server.body import Body
 from carryback_server.chains import Chain, Chains
 from carryback_server.config import RouterConfig
+from carryback_server.costs import Costs
 from carryback_server.endpoints import ENDPOINTS, Endpoint, Responses
 from carryback_server.engines import Engine, EngineDown, Visit
 from carryback_server.errors import ApiError
@@ -89,12 +90,14 @@ class Prefilled:
     Attributes:
         params: `kv_transfer_params` for the decode hop; empty if it has to compute the prompt itself.
         engine: the prefill engine, which holds the prompt's KV until it is read.
+        work: how long it took, as the engine says.
         is_over: no decode engine will read it, for certain, so it can be released.
     """
 
     reuse: Reuse
     params: dict[str, Any] = field(default_factory=dict)
     engine: Engine | None = None
+    work: Work | None = None
     is_over: bool = True
 
 
@@ -130,6 +133,7 @@ class Pipeline:
         self.in_flight: Counter[tuple[str, str]] = Counter()
         self._identifier = Identifier(config.identity_capacity)
         self._estimate = TokenEstimate()
+        self.costs = Costs()
         self.tenants = tenants
         self._tracer = make_tracer(config, metrics)
         self._access_log = AccessLog(config.log_format, metrics.log_lines_dropped)
@@ -439,7 +443,10 @@ class Pipeline:
             }
             # A record is offered once: after a failure nobody knows whether it was read.
             offered, record = record, None
-            params = {**whole(offered), **mine} if offered is not None else mine
+            if offered is not None:
+                params = {**whole(offered), **mine, **self._threshold(engine, offered)}
+            else:
+                params = mine
             is_over = False
             try:
                 with trip.trace.step("prefill") as step:
@@ -447,6 +454,7 @@ class Pipeline:
                     answer = await self._ask(engine, trip, params, key, expected, step.headers())
                 prefilled = _prefilled(answer, engine, offered is not None, trip.why_none)
                 self._estimate.learn(trip.body.size, prefilled.reuse.prompt_tokens)
+                self._learn(trip, prefilled)
                 is_over = prefilled.reuse.reason in _NOT_TAKEN
                 if not is_over:
                     offered = None  # the prefill engine has told the decode engine to let go
@@ -473,6 +481,23 @@ class Pipeline:
         if record is not None and trip.holder is not None:
             self.holding.release(trip.holder, record.request)
         return Prefilled(Reuse("miss", 0, "prefill_failed" if tried else "prefill_unavailable"))
+
+    def _threshold(self, prefill: Engine, record: Record) -> dict[str, int]:
+        """What a prefill engine is told of when to read a record, if anything is."""
+        threshold = self._config.kv_recompute_threshold
+        if threshold == "auto":
+            threshold = self.costs.threshold(prefill.name, record.engine)
+        return {} if threshold is None else {"carryback_threshold": threshold}
+
+    def _learn(self, trip: Trip, prefilled: Prefilled) -> None:
+        engine, reuse, work = prefilled.engine, prefilled.reuse, prefilled.work
+        if engine is None or work is None:
+            return
+        trip.entry.read_s, trip.entry.compute_s = work.read_s, work.compute_s
+        holder = trip.holder.name if trip.holder is not None and reuse.tokens else None
+        self.costs.learn(engine.name, holder, reuse, work)
+        if holder is not None:
+            self._metrics.break_even(engine.name, holder, self.costs.break_even(engine.name, holder))
 
     async def _ask(
         self,
@@ -671,9 +696,10 @@ def _headers(request: web.Request, who: Who) -> dict[str, str]:
 def _prefilled(answer: dict[str, Any], engine: Engine, had_record: bool, why_none: str) -> Prefilled:
     given = answer.get("kv_transfer_params")
     params: dict[str, Any] = given if isinstance(given, dict) else {}
-    reuse = None
+    reuse, work = None, None
     with suppress(msgspec.ValidationError):
         reuse = msgspec.convert(params.pop("carryback_reuse", None), Reuse)
+        work = msgspec.convert(params.pop("carryback_work", None), Work | None)
     if reuse is None or not reuse.reason.isidentifier():
         logger.error(
             "prefill engine %s runs without carryback's plug-in: nothing is transferred", engine.name
@@ -681,7 +707,7 @@ def _prefilled(answer: dict[str, Any], engine: Engine, had_record: bool, why_non
         return Prefilled(Reuse("miss", 0, "no_plugin"))
     if reuse.reason == "no_record" and not had_record:
         reuse = replace(reuse, reason=why_none)
-    return Prefilled(reuse, params if params.get("remote_block_ids") else {}, engine)
+    return Prefilled(reuse, params if params.get("remote_block_ids") else {}, engine, work)
 
 
 def _excerpt(answer: Answer) -> str:

@@ -11,10 +11,13 @@ What it adds to `NixlPullConnector`, on both engines alike:
 - `kv_transfer_params["hold_s"]` is how long, in seconds, this request's blocks are held; 0: not at all.
 - `kv_transfer_params["carryback_key"]`: the router's key of the request. What the engine then holds is
   published as an event and is not in the response.
+- `kv_transfer_params["carryback_threshold"]`: tokens below which this request's KV is computed rather than
+  read, in place of the engine's `kv_recompute_threshold`.
 - `kv_transfer_params["carryback_release"]`: a list of engine request ids whose blocks are let go of now.
 - `kv_transfer_params["carryback_withdraw"]`: true, beside a record: whatever request came or comes with
   this record does not read it, and the engine that holds the blocks is told so.
-- A prefill engine's answer says what was reused, in `kv_transfer_params["carryback_reuse"]`.
+- A prefill engine's answer says what was reused, in `kv_transfer_params["carryback_reuse"]`, and how long
+  that took, in `kv_transfer_params["carryback_work"]`.
 - A prefill engine's blocks are not read after its lease ended.
 """
 
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, ReqMeta
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -106,6 +110,13 @@ class _Match:
     reason: str = "no_record"
     cached_tokens: int = 0
     read_tokens: int = 0
+    allocated: float = 0.0
+    "When it was given blocks to read into."
+    read_s: float = 0.0
+    began: float = 0.0
+    "When it was scheduled to be computed,"
+    scheduled: int = 0
+    "and how many tokens the engine had scheduled until then."
 
 
 @dataclass
@@ -136,6 +147,9 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         # How many pins hold a block. Requests with a common prefix may share blocks, which count once.
         self._pinned: Counter[int] = Counter()
         self._asked: set[str] = set()
+        self._threshold: int = self.kv_recompute_threshold
+        # All tokens that this engine has scheduled, of whichever request.
+        self._scheduled = 0
         # Records that were offered, by the holder and its request; and the live requests they came with.
         self._spent: OrderedDict[str, None] = OrderedDict()
         self._readers: dict[str, Request] = {}
@@ -230,6 +244,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             # Nothing to read; or it was read before, and the request came back after a preemption or a
             # failed load: the record is spent.
             return 0, False
+        threshold = params.get("carryback_threshold")
+        self.kv_recompute_threshold = threshold if isinstance(threshold, int) else self._threshold
         count, load_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if count == 0 and params.get("do_remote_decode"):
             local = num_computed_tokens >= match.blocks * self._hash_block_size
@@ -303,8 +319,19 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         # Stock code tracks requests that come with a transfer; we may hold any request's blocks, and
         # the worker never lets go of blocks that it does not track.
         self._reqs_in_batch.add(request.request_id)
-        if first and (match := self._matches.get(request.request_id)) is not None:
+        if (match := self._matches.get(request.request_id)) is None:
+            return
+        now = time.perf_counter()
+        if first:
             match.read_tokens = num_external_tokens
+        if first and num_external_tokens:
+            match.allocated = now
+        else:
+            match.began, match.scheduled = now, self._scheduled
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> NixlConnectorMetadata:
+        self._scheduled += scheduler_output.total_num_scheduled_tokens
+        return super().build_connector_meta(scheduler_output)
 
     # -- progress reported by the workers
 
@@ -313,6 +340,10 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         for request_id in connector_output.failed_recving or ():
             if (match := self._matches.get(request_id)) is not None:
                 match.read_tokens, match.whole, match.reason = 0, False, "load_failed"
+        now = time.perf_counter()
+        for request_id in connector_output.finished_recving or ():
+            if (match := self._matches.get(request_id)) is not None and match.read_tokens:
+                match.read_s = now - match.allocated
         for request_id in connector_output.finished_sending or ():
             self._unpin(request_id)
 
@@ -359,6 +390,12 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             _forget_remote(record)
         if is_prefill:
             record["carryback_reuse"] = _report(request, match)
+            if match is not None and match.began:
+                record["carryback_work"] = {
+                    "read_s": match.read_s,
+                    "compute_s": time.perf_counter() - match.began,
+                    "computed": self._scheduled - match.scheduled,
+                }
             return hold, record
         key = params.get("carryback_key")
         if not isinstance(key, str) or self._publisher is None:
@@ -373,6 +410,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             hold_s=hold_s,
             record=msgspec.json.encode(record) if hold else b"",
             digests=digests,
+            generated=request.num_output_tokens,
         )
         # The router has it from the event; a client has no use for block ids and addresses.
         return hold, None

@@ -80,13 +80,23 @@ class Publisher:
         self._thread.start()
 
     def held(
-        self, key: str, request: str, tokens: int, blocks: int, hold_s: float, record: bytes, digests: bytes
+        self,
+        key: str,
+        request: str,
+        tokens: int,
+        blocks: int,
+        hold_s: float,
+        record: bytes,
+        digests: bytes,
+        generated: int,
     ) -> None:
         """Announce a finished request's KV; arguments as in `wire.events.Held`."""
-        held = Held(
-            self.engine, self._next(), key, request, tokens, blocks, hold_s, record, digests, self.pinned
-        )
-        self._queue.put(held)
+        self._queue.put(
+            Held(
+                self.engine, self._next(), key, request, tokens, blocks, hold_s, record, digests,
+                self.pinned, generated,
+            )
+        )  # fmt: skip
 
     def released(self, key: str, reason: ReleaseReason) -> None:
         """Take an announcement back."""

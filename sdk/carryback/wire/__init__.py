@@ -69,6 +69,21 @@ _REUSE = re.compile(r"\s*(hit|partial|miss)\s*((?:;[^;]*)*)\s*")
 
 
 @dataclass(frozen=True)
+class Work:
+    """How long an engine took for a prompt, on its own clock.
+
+    Attributes:
+        read_s: seconds from asking for KV that another engine holds until it was there.
+        compute_s: seconds from then, or from when the prompt was first scheduled, until its first token.
+        computed: tokens that the engine scheduled in `compute_s`, of this prompt and of all others.
+    """
+
+    read_s: float
+    compute_s: float
+    computed: int
+
+
+@dataclass(frozen=True)
 class Reuse:
     """What one request reused, as the `X-Carryback-Reuse` response header says it.
 

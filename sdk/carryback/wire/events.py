@@ -48,6 +48,7 @@ class Held(msgspec.Struct, tag="held", frozen=True):
             `carryback.digests`.
         digests: those, as bytes: 16 for each block. JSON wants them in base64.
         pinned: KV blocks that the engine holds for absent readers now, these included.
+        generated: tokens that the request generated.
     """
 
     engine: str
@@ -60,6 +61,7 @@ class Held(msgspec.Struct, tag="held", frozen=True):
     record: bytes
     digests: bytes
     pinned: int
+    generated: int = 0
 
 
 class Released(msgspec.Struct, tag="released", frozen=True):
