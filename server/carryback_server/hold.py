@@ -72,6 +72,7 @@ class Holding:
 
     Args:
         engine: finds an engine by its name.
+        clock: seconds since the epoch, which deadlines are in.
     """
 
     def __init__(
@@ -80,11 +81,14 @@ class Holding:
         state: State,
         metrics: Metrics,
         engine: Callable[[str], Engine | None],
+        *,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._config = config
         self._state = state
         self._metrics = metrics
         self._engine = engine
+        self._clock = clock
         self._flights: dict[str, Flight] = {}
         self._late: dict[Name, Flight] = {}
         self._to_release: dict[Engine, list[str]] = {}
@@ -218,7 +222,7 @@ class Holding:
             self.pins.add(pin, min(hold_s, event.hold_s))
             record = Record(
                 engine.name, event.engine, event.key, event.request, event.tokens, event.blocks,
-                time.time() + event.hold_s, event.record, event.digests,
+                self._clock() + event.hold_s, event.record, event.digests,
             )  # fmt: skip
             try:
                 # It stays for longer than its pin: whoever gives that up has to find it, to have it released.
@@ -332,7 +336,7 @@ class Holding:
     def time_left(self, record: Record) -> float:
         """How long a record can still be used, in seconds, as far as this router knows."""
         pin = self.pins.get(record.key)
-        left = record.deadline - EXPIRY_MARGIN_S - time.time()
+        left = record.deadline - EXPIRY_MARGIN_S - self._clock()
         return max(min(left, pin.time_left) if pin is not None else left, 0.0)
 
     async def stop(self) -> None:

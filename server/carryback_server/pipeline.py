@@ -28,8 +28,9 @@ from carryback_server.endpoints import ENDPOINTS, Endpoint, Responses
 from carryback_server.engines import Engine, EngineDown, Visit
 from carryback_server.errors import ApiError
 from carryback_server.explain import CannotAsk, Explanation, Explanations, Kept, explain
-from carryback_server.hold import EXPIRY_MARGIN_S, Holding, whole
+from carryback_server.hold import Holding, whole
 from carryback_server.identify import Who, identify
+from carryback_server.live import Live, Step
 from carryback_server.metrics import Metrics
 from carryback_server.placement import TokenEstimate, decode_engine, less_loaded
 from carryback_server.pool import Pool
@@ -53,6 +54,7 @@ class Trip:
 
     Attributes:
         entry: what the log, the metrics and the trace will say of it.
+        step: what operators see of it.
         headers: what the answer says about it.
         started: when it came, on the monotonic clock.
         chain: of a request for a response, what its `previous_response_id` stands for.
@@ -68,6 +70,7 @@ class Trip:
     endpoint: Endpoint
     trace: Trace
     entry: Entry
+    step: Step
     headers: dict[str, str] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     tenant: Tenant = field(init=False)
@@ -134,6 +137,7 @@ class Pipeline:
         self._identifier = Identifier(config.identity_capacity)
         self._estimate = TokenEstimate()
         self.costs = Costs()
+        self.live = Live(self.costs.saved_s)
         self.tenants = tenants
         self._tracer = make_tracer(config, metrics)
         self._access_log = AccessLog(config.log_format, metrics.log_lines_dropped)
@@ -185,7 +189,7 @@ class Pipeline:
         trace = self._tracer.request(request.headers, path)
         request_id = request.headers.get("X-Request-Id", "")
         entry = Entry(endpoint=path, request_id=request_id, trace_id=trace.trace_id)
-        trip = Trip(request, endpoint, trace, entry)
+        trip = Trip(request, endpoint, trace, entry, Step(entry))
         self._metrics.in_flight.inc()
         try:
             response = await self._travel(trip)
@@ -203,6 +207,7 @@ class Pipeline:
             self._metrics.in_flight.dec()
             entry.duration_s = time.monotonic() - trip.started
             self._metrics.observe_request(entry)
+            self.live.end(trip.step)
             self._access_log.write(entry)
             trace.end(entry)
         return response
@@ -218,6 +223,7 @@ class Pipeline:
         async with tenant.admit():
             with trip.trace.step("identify"):
                 await self._identify(trip)
+            self.live.begin(trip.step)
             name = tenant.name, trip.conversation.id
             self.in_flight[name] += 1
             of_tenant = self._metrics.in_flight_of(tenant.name)
@@ -232,6 +238,8 @@ class Pipeline:
                     prefilled = await self._prefill(trip, record)
                 trip.entry.reuse = prefilled.reuse
                 trip.headers[wire.CARRYBACK_REUSE] = trip.conversation.reuse = prefilled.reuse.header()
+                trip.step.holder = trip.holder.name if trip.holder is not None else ""
+                self.live.changed(trip.step)
                 if self._explanations.is_on and trip.conversation.id:
                     self._keep(trip, record, prefilled.reuse)
                 return await self._decode(trip, prefilled)
@@ -414,7 +422,7 @@ class Pipeline:
         # A router that has just started has not heard the engine yet.
         if trip.holder is None or not trip.holder.is_up or trip.holder.run not in (record.run, ""):
             trip.why_none, trip.holder = "engine_lost", None
-        elif time.time() > record.deadline - EXPIRY_MARGIN_S:
+        elif not self.holding.time_left(record):
             trip.why_none = "expired"
             self.holding.release(trip.holder, record.request)
         else:
@@ -562,6 +570,7 @@ class Pipeline:
                 raise ApiError(503, "no decode engine is up", code="no_engine")
             tried.append(engine)
             key = self._key()
+            self.live.decoding(trip.step, key)
             if trip.kept is not None:
                 trip.kept.key, trip.kept.decode_engine = key, engine.name
             hold_s = trip.hold_s if engine.is_heard else 0
@@ -586,6 +595,7 @@ class Pipeline:
                         elif not answer.has_failed:
                             trip.entry.ttft_s = time.monotonic() - trip.started
                             self._metrics.observe_first_byte(trip.entry)
+                            self.live.changed(trip.step)
                         return await self._relay(trip, key, answer, visit)
                     finally:
                         answer.reply.close()
