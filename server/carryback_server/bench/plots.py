@@ -108,19 +108,13 @@ def by_size(result: Result) -> Result:
 
     They may be so already. Else groups are powers of two, each named by the least tokens in it.
     """
-    if is_by_size(result):
+    if result.workload == "paper":
         return result
     requests = [
         msgspec.structs.replace(each, group=str(1 << max(0, each.prompt_tokens.bit_length() - 1)))
         for each in result.requests
     ]
     return msgspec.structs.replace(result, requests=requests)
-
-
-def is_by_size(result: Result) -> bool:
-    """Whether its groups are sizes of prompts."""
-    groups = stats.groups_of([each for each in result.requests if each.is_measured])
-    return bool(groups) and all(group.isdecimal() for group in groups)
 
 
 def _ttft(sizes: Summary, measured: Sequence[Request]) -> Plot | None:
@@ -211,7 +205,7 @@ def _tokens(result: Result) -> Plot | None:
         ticks = x[:: -(-len(x) // 8)]
         axes.set_xticks(ticks, [labels[tick] for tick in ticks])
         axes.grid(axis="x", visible=False)
-        axes.set_xlabel("prompt size" if is_by_size(result) else "request of a conversation")
+        axes.set_xlabel("prompt size" if result.workload == "paper" else "request of a conversation")
     panels[0].set_ylabel("prompt tokens, mean")
     panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _legend(figure, panels[0])
@@ -239,7 +233,7 @@ def _sources(result: Result) -> tuple[list[str], dict[str, list[np.ndarray]]]:
     Returns:
         The steps, and for each arm that tells: those four, with a number (NaN: none) for each step.
     """
-    sized = is_by_size(result)
+    sized = result.workload == "paper"
     found: dict[str, dict[str, list[tuple[int, int, int, int]]]] = {}
     steps: dict[str, None] = {}
     seen: dict[tuple[str, str], int] = {}

@@ -88,8 +88,8 @@ def setting_tables(result: Result) -> list[Table]:
         ["took", f"{result.duration_s:,.0f} s"],
         ["tokens in a KV block", f"{result.block_size:,}" if result.block_size else "not known"],
     ]
-    settings = [[name, _shown(value)] for name, value in result.settings.items()]
-    environment = [[name, _shown(value)] for name, value in result.environment.items()]
+    settings = [[name, shown(value)] for name, value in result.settings.items()]
+    environment = [[name, shown(value)] for name, value in result.environment.items()]
     return [
         Table("Settings", ["setting", "value"], settings, text_columns=2),
         Table("Environment", ["", "value"], run + environment, text_columns=2),
@@ -166,10 +166,18 @@ def count(some: int, of: int) -> str:
     return f"{some:,} of {of:,}" if of else NONE
 
 
+def shown(value: object) -> str:
+    """A setting, as people read it."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(shown, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {shown(each)}" for name, each in value.items())
+    return NONE if value is None or value == "" else str(value)
+
+
 def largest_size(summary: Summary) -> str:
-    """The group of the largest prompts, if groups are sizes; else none."""
-    sizes = summary.groups and all(each.isdecimal() for each in summary.groups)
-    return summary.groups[-1] if sizes else ""
+    """The group of the largest prompts, if groups are sizes; else empty."""
+    return summary.groups[-1] if summary.groups and summary.grouped_by == "prompt size" else ""
 
 
 def at_size(group: str) -> str:
@@ -222,9 +230,7 @@ def _names(figures: Figures, summary: Summary) -> list[str]:
 
 
 def _columns(summary: Summary) -> list[str]:
-    if not summary.groups:
-        return ["arm"]
-    return ["prompt size" if largest_size(summary) else "group", "arm"]
+    return [summary.grouped_by, "arm"] if summary.groups else ["arm"]
 
 
 def _ttft(summary: Summary) -> Table:
@@ -319,14 +325,6 @@ def _break_even(tokens: int | None) -> str:
     if tokens is None:
         return NONE
     return "never" if tokens < 0 else f"{tokens:,} tokens"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_shown, value))
-    if isinstance(value, dict):
-        return ", ".join(f"{name}: {_shown(each)}" for name, each in value.items())
-    return NONE if value is None or value == "" else str(value)
 
 
 def _row(cells: list[str]) -> str:

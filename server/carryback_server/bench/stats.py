@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +25,11 @@ MIN_UNITS = 6
 # Of one chunk of resamples, in numbers.
 _CHUNK = 2_000_000
 _ORDER = ("reuse", "no_reuse", "aggregated")
+# What the groups of a workload's requests are.
+_GROUPED_BY = {"paper": "prompt size", "agent": "turn", "chat": "turn"}
 
 Unit = Literal["conversation", "request"]
 Numbers = npt.NDArray[np.float64]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,14 @@ class Summary:
     Attributes:
         arms: those with measured requests; the reference first.
         groups: of requests, in order; empty if there are not several.
+        grouped_by: what they are: `prompt size`, `turn` or `group`.
         figures: of each arm, then of each arm and group.
         ratios: of each other arm to the reference; all, then by group.
     """
 
     arms: list[str]
     groups: list[str]
+    grouped_by: str
     figures: list[Figures] = field(default_factory=list)
     ratios: list[Ratio] = field(default_factory=list)
     reads: list[Reads] = field(default_factory=list)
@@ -153,7 +156,7 @@ def summarize(result: Result) -> Summary:
     measured = [each for each in result.requests if each.is_measured]
     arms = arms_of(measured)
     groups = groups_of(measured)
-    summary = Summary(arms, groups)
+    summary = Summary(arms, groups, _GROUPED_BY.get(result.workload, "group"))
     for group in ["", *groups]:
         chosen = {arm: select(measured, arm, group) for arm in arms}
         for arm in arms:
@@ -218,7 +221,7 @@ def median_of(
     pairs: Sequence[tuple[Request, Request]], value: Callable[[tuple[Request, Request]], float]
 ) -> tuple[Estimate | None, Unit]:
     """The median of a value of each pair, and what its interval draws anew."""
-    unit, owners, _ = _units([first for first, _ in pairs])
+    unit, owners, _ = units_of([first for first, _ in pairs])
     found = quantiles([[value(pair)] for pair in pairs], owners, (0.5,))
     return found[0], unit
 
@@ -261,34 +264,46 @@ def quantiles(
         elif not found or 1 - quantile**count - (1 - quantile) ** count < LEVEL:
             estimates.append(Estimate(float(np.quantile(flat, quantile))))
         else:
-            estimates.append(_estimate(float(np.quantile(flat, quantile)), np.array(found)))
+            estimates.append(interval(float(np.quantile(flat, quantile)), np.array(found)))
     return estimates
 
 
-def ratio_of_sums(
-    above: Sequence[float], below: Sequence[float], owners: Sequence[int]
-) -> tuple[Estimate | None, Numbers]:
-    """The sum of what is above over the sum of what is below, and its resamples (none without an interval).
+def ratio_of_sums(above: Sequence[float], below: Sequence[float], owners: Sequence[int]) -> Estimate | None:
+    """The sum of what is above over the sum of what is below; with ones below, a mean.
 
-    With ones below it is a mean.
+    Args:
+        owners: see `quantiles`.
     """
     if not sum(below):
-        return None, np.empty(0)
-    value = sum(above) / sum(below)
+        return None
+    sums = resampled_sums([above, below], owners)
+    drawn = None if sums is None else sums[0] / sums[1]
+    return interval(sum(above) / sum(below), drawn)
+
+
+def resampled_sums(columns: Sequence[Sequence[float]], owners: Sequence[int]) -> Numbers | None:
+    """The sum of each column in each resample, a row a column; None if there are too few owners to draw from."""
     number = np.unique(np.array(owners), return_inverse=True)[1]
-    units = int(number.max()) + 1
+    units = int(number.max(initial=-1)) + 1
     if units < MIN_UNITS:
-        return Estimate(value), np.empty(0)
-    sums = np.stack([np.bincount(number, np.array(each), units) for each in (above, below)], axis=1)
-    drawn = np.concatenate([weights @ sums for weights in _resamples(units, units)])
-    drawn = drawn[drawn[:, 1] > 0]
-    ratios: Numbers = drawn[:, 0] / drawn[:, 1]
-    return _estimate(value, ratios), ratios
+        return None
+    sums = np.stack([np.bincount(number, np.array(column), units) for column in columns], axis=1)
+    drawn: Numbers = np.concatenate([weights @ sums for weights in _resamples(units, units)]).T
+    return drawn
+
+
+def interval(value: float, drawn: Numbers | None) -> Estimate:
+    """A figure with the interval that its resamples give; those that have no value (NaN) do not count."""
+    if drawn is None:
+        return Estimate(value)
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(drawn[np.isfinite(drawn)], (tail, 1 - tail))
+    return Estimate(value, float(low), float(high))
 
 
 def _figures(requests: Sequence[Request], arm: str, group: str) -> Figures:
     good = answered(requests)
-    unit, owners, units = _units(good)
+    unit, owners, units = units_of(good)
     later = [each for each in good if follows(each)]
     counted = [
         (each.recomputed_tokens, each.new_tokens, owner)
@@ -316,8 +331,8 @@ def _figures(requests: Sequence[Request], arm: str, group: str) -> Figures:
         unit=unit,
         units=units,
         outcomes=outcomes,
-        recomputed_per_new=ratio_of_sums(computed, new, of)[0],
-        beyond_new=ratio_of_sums(beyond, [1.0] * len(beyond), of)[0],
+        recomputed_per_new=ratio_of_sums(computed, new, of),
+        beyond_new=ratio_of_sums(beyond, [1.0] * len(beyond), of),
         identical=sum(each.is_identical is True for each in good),
         compared=sum(each.is_identical is not None for each in good),
     )
@@ -328,7 +343,7 @@ def _percentiles(values: Sequence[Sequence[float]], owners: Sequence[int]) -> Pe
     return Percentiles(sum(map(len, values)), p50, p90, p99)
 
 
-def _units(requests: Sequence[Request]) -> tuple[Unit, list[int], int]:
+def units_of(requests: Sequence[Request]) -> tuple[Unit, list[int], int]:
     """What is drawn anew, the number of each request's one, and how many there are."""
     numbers = {
         name: number for number, name in enumerate(dict.fromkeys(each.conversation for each in requests))
@@ -365,9 +380,3 @@ def _linear(values: Numbers, counts: npt.NDArray[np.int64], quantile: float) -> 
     )
     found: Numbers = low + (high - low) * (place - below)
     return found
-
-
-def _estimate(value: float, drawn: Any) -> Estimate:
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(drawn, (tail, 1 - tail))
-    return Estimate(value, float(low), float(high))
