@@ -30,6 +30,7 @@ from carryback_server import launch, model, tenants, told
 from carryback_server import workers as worker_processes
 from carryback_server.access_log import set_up_logging
 from carryback_server.app import Router
+from carryback_server.bench.cli import bench_app
 from carryback_server.config import ConfigError, EngineConfig, RouterConfig, RouterSettings, ServeConfig, load
 from carryback_server.supervisor import EngineFailed, Engines
 
@@ -43,6 +44,7 @@ model_app = typer.Typer(no_args_is_help=True, help="The default model.")
 app.add_typer(model_app, name="model")
 key_app = typer.Typer(no_args_is_help=True, help="API keys of the router's tenants.")
 app.add_typer(key_app, name="key")
+app.add_typer(bench_app, name="bench")
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)

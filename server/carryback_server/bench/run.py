@@ -65,9 +65,7 @@ class Run:
         arms: the reference first.
         conversations: forks come after what they were forked from.
         concurrency: conversations at a time.
-        speed: waits and arrival times are divided by it.
         metrics: of the engines, if they can be reached.
-        on_request: called with each request that has ended.
 
     Attributes:
         requests: those that have ended, in this order.
@@ -80,17 +78,13 @@ class Run:
         *,
         seed: int = 0,
         concurrency: int = 1,
-        speed: float = 1.0,
         metrics: EngineMetrics | None = None,
-        on_request: Callable[[Request], object] = lambda request: None,
     ) -> None:
         self._arms = arms
         self._conversations = conversations
         self._seed = seed
         self._concurrency = concurrency
-        self._speed = speed
         self._metrics = metrics
-        self._on_request = on_request
         self._forks = defaultdict[str, list[Conversation]](list)
         for each in conversations:
             self._forks[each.parent].append(each)
@@ -101,6 +95,7 @@ class Run:
         # Where conversations go on that were forked: what was said until the end of a turn.
         self._histories: dict[tuple[str, int], list[Message]] = {}
         self._tokens: dict[tuple[str, int, str], list[int]] = {}
+        self._on_request: Callable[[Request], object] = lambda request: None
         self.requests: list[Request] = []
         self.started = time.monotonic()
 
@@ -115,8 +110,13 @@ class Run:
         steps = sum(1 for each in (workloads.warm_up(), *self._conversations) for _ in each.steps())
         return steps * len(self._arms)
 
-    async def __call__(self) -> None:
-        """Do all of it, beginning with a warm-up."""
+    async def __call__(self, on_request: Callable[[Request], object] = lambda request: None) -> None:
+        """Do all of it, beginning with a warm-up.
+
+        Args:
+            on_request: called with each request that has ended.
+        """
+        self._on_request = on_request
         await self._family(workloads.warm_up(), self._arms, time.monotonic())
         for arms in [self._arms] if self.is_interleaved else [[arm] for arm in self._arms]:
             await self._took(None)
@@ -130,7 +130,7 @@ class Run:
 
         async def one(each: Conversation) -> None:
             first = next(each.steps())[2]  # until it is due, it takes nobody's room
-            await _until(started + first.at_s / self._speed)
+            await _until(started + first.at_s)
             async with room:
                 await self._family(each, arms, started)
 
@@ -157,7 +157,7 @@ class Run:
         ended = time.monotonic()
         for turn, number, step in conversation.steps():
             place = conversation.name, turn, number
-            await _until(max(started + step.at_s / self._speed, ended + step.wait_s / self._speed))
+            await _until(max(started + step.at_s, ended + step.wait_s))
             if step.keep is not None:
                 del history[step.keep :]
             history += await self._messages(place, step, history, conversation.tools)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,13 +91,16 @@ class _Row(msgspec.Struct):
     tools: list[Message] = []
 
 
-def load(path: Path, *, answer_tokens: int, block_tokens: int = 512) -> list[Conversation]:
-    """The conversations of a file.
+def load(
+    path: Path, *, answer_tokens: int, block_tokens: int = 512, speed: float = 1.0
+) -> list[Conversation]:
+    """The conversations of a file. The first request comes at once, the others as long after it as recorded.
 
     Args:
         path: in one of the forms above, which is found out.
         answer_tokens: of an answer whose length was not recorded.
         block_tokens: that each of the `hash_ids` stands for.
+        speed: recorded times are divided by it.
 
     Raises:
         ValueError: the file has none of these forms; says where and why.
@@ -123,7 +127,12 @@ def load(path: Path, *, answer_tokens: int, block_tokens: int = 512) -> list[Con
         )
     if not made:
         raise ValueError(f"{path}: no conversation in it")
-    return made
+    first_s = min(step.at_s for each in made for _, _, step in each.steps())
+
+    def timed(step: Step) -> Step:
+        return replace(step, at_s=(step.at_s - first_s) / speed, wait_s=step.wait_s / speed)
+
+    return [replace(each, turns=tuple(tuple(map(timed, steps)) for steps in each.turns)) for each in made]
 
 
 def _whole_or_first(path: Path, data: str, lines: Sequence[tuple[str, str]]) -> tuple[str, str]:
