@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 from aiohttp import HttpVersion11, web
 from pydantic import TypeAdapter, ValidationError
 
+from carryback_server import dashboard, live, workers
 from carryback_server.config import ConfigError, Engines, RouterConfig
 from carryback_server.endpoints import ENDPOINTS, FORWARDED, REFUSED, error_response, refused
 from carryback_server.errors import ApiError, HideMalformed
@@ -60,6 +62,7 @@ class Router:
             on_uncounted=self.metrics.rate_uncounted.inc,
         )
         self.pipeline = Pipeline(config, self.metrics, self.tenants, self._on_message)
+        self._page = dashboard.load()
         self._applying: set[asyncio.Task[None]] = set()
         self._runners: list[web.AppRunner] = []
         self.is_draining = False
@@ -91,6 +94,8 @@ class Router:
         admin.router.add_get("/admin/engines", self._engines, **expect)
         admin.router.add_post("/admin/engines", self._set_engines, **expect)
         admin.router.add_get("/admin/costs", self._costs, **expect)
+        admin.router.add_get("/admin/live", self._live, **expect)
+        admin.router.add_get("/dashboard", self._dashboard, **expect)
         admin.router.add_post("/admin/engines/{name}/drain", self._drain, **expect)
         admin.router.add_post("/admin/engines/{name}/undrain", self._undrain, **expect)
         admin.router.add_post("/admin/reload", self._reload, **expect)
@@ -275,6 +280,31 @@ class Router:
 
     async def _costs(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": self.pipeline.costs.view()})
+
+    async def _live(self, request: web.Request) -> web.Response:
+        try:
+            changes = self.pipeline.live.since(request.query.get("after", ""))
+        except ValueError as error:
+            raise ApiError(400, f"after: {error}", code="invalid_query", param="after") from error
+        return _json(
+            {
+                "object": "list",
+                **changes,
+                "now": time.time(),
+                "url": self.url,
+                "worker": workers.number(),
+                "pin_budget": self.config.pin_budget,
+                "limits": {
+                    "conversations": live.MAX_CONVERSATIONS,
+                    "steps": live.MAX_STEPS,
+                    "steps_each": live.MAX_STEPS_EACH,
+                },
+            }
+        )
+
+    async def _dashboard(self, request: web.Request) -> web.Response:
+        page, headers = self._page
+        return web.Response(body=page, headers=headers)
 
     async def _set_engines(self, request: web.Request) -> web.Response:
         try:

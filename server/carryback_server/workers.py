@@ -122,6 +122,11 @@ def is_worker() -> bool:
     return WORKER in os.environ
 
 
+def number() -> int | None:
+    """Which worker this process is; None if it is none."""
+    return int(os.environ[WORKER]) if is_worker() else None
+
+
 async def parent_gone() -> None:
     """In a worker: wait until the process that started it has ended."""
     loop = asyncio.get_running_loop()

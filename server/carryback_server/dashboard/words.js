@@ -1,0 +1,92 @@
+"use strict";
+// Numbers and words as the page says them, and the elements that hold them.
+
+const $ = (id) => document.getElementById(id);
+
+/** A new element; `attributes` other than `text` and `class` are set as they are. */
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "text") made.textContent = value;
+    else if (name === "class") made.className = value;
+    else made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+/** Set an element's text, if it is another. */
+function put(place, text) {
+  if (place.textContent !== text) place.textContent = text;
+}
+
+/** Set an attribute, if it is another. */
+function mark(place, name, value) {
+  if (place.getAttribute(name) !== value) place.setAttribute(name, value);
+}
+
+const whole = new Intl.NumberFormat("en");
+const brief = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+
+const count = (number) => whole.format(number);
+const tokens = (number) => (number < 10_000 ? whole.format(number) : brief.format(number));
+const plural = (number, one, many) => `${count(number)} ${number === 1 ? one : many}`;
+
+function seconds(time) {
+  if (time < 0.00995) return `${(time * 1000).toFixed(1)} ms`;
+  if (time < 0.9995) return `${(time * 1000).toFixed(0)} ms`;
+  if (time < 9.995) return `${time.toFixed(2)} s`;
+  return time < 120 ? `${time.toFixed(1)} s` : `${(time / 60).toFixed(1)} min`;
+}
+
+function percent(part, all) {
+  const share = (100 * part) / all;
+  // Nothing is all of it that is not.
+  if (share > 99 && share < 100) return `${Math.min(share, 99.9).toFixed(1)}%`;
+  return `${share.toFixed(share > 0 && share < 10 ? 1 : 0)}%`;
+}
+
+const clock = (time) => new Date(time * 1000).toLocaleTimeString("en-GB");
+
+const OUTCOMES = { hit: "●", partial: "◐", miss: "○" };
+const STATES = {
+  prefill: "prefilling", decode: "waiting for decode", answer: "answering", done: "done",
+  failed: "failed", gone: "client left",
+};
+
+// What an operator can make of a reason; the router's documentation says more.
+const REASONS = {
+  history_changed: "the prompt left what was held: an edited or trimmed history",
+  below_threshold: "so few tokens that computing is quicker",
+  too_short: "no full block",
+  local_cache: "all in the prefill engine's own cache",
+  new: "the conversation's first request",
+  no_record: "nothing was held: the last answer was cut off, or not to be held",
+  in_use: "another request of the conversation, still running, has it",
+  expired: "held for its time, then let go",
+  evicted: "let go early: the pin budget, or a tenant's share of it",
+  released: "the engine let go of it",
+  deleted: "the conversation was deleted",
+  event_missing: "the engine did not say in time what it holds",
+  engine_lost: "the decode engine that held it is gone",
+  state_unavailable: "Redis does not answer",
+  state_lost: "Redis was started anew",
+  off: "the request asked for no reuse",
+  no_conversation: "no id, and none to be inferred",
+  several_answers: "more than one answer was asked for",
+  several_prompts: "a list of prompts",
+  prompt_logprobs: "prompt_logprobs or echo was asked for",
+  prompt_embeds: "the prompt is embeddings",
+  load_failed: "the read failed, and prefill computed instead",
+  layouts_differ: "the engines' block size or parallelism differ",
+  unsupported_layout: "the model's KV cannot be cut at a block",
+  unverified: "no valid seal: the engines have different keys",
+  spent: "the record was given out before",
+  withdrawn: "the record was taken back",
+  prefill_failed: "prefill failed; decode did all of it",
+  prefill_unavailable: "no prefill engine is up; decode did all of it",
+  prefill_refused: "prefill refused it; decode did all of it",
+  no_plugin: "the prefill engine runs without carryback's connector",
+};
+
+const words = (reason) => reason.replaceAll("_", " ");
