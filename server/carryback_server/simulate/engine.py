@@ -18,6 +18,7 @@ from itertools import count
 from carryback.wire import Outcome
 from carryback.wire.events import Held, Released, ReleaseReason
 
+from carryback_server.simulate.loop import VirtualLoop
 from carryback_server.simulate.profile import Profile
 
 # As the plug-in has them: a decode engine holds this much longer than it says,
@@ -154,17 +155,18 @@ class KvCache:
 
 
 class _Link:
-    """Reads of one engine, which share its bandwidth: one after the other."""
+    """Reads of one engine: so many at once, each at its full rate, the others after them."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, profile: Profile) -> None:
+    def __init__(self, loop: VirtualLoop, profile: Profile) -> None:
         self._loop = loop
         self._profile = profile
-        self._free_at = 0.0
+        self._free_at = [0.0] * profile.parallel_reads
 
     def read(self, tokens: int, done: Callable[[Job], None], job: Job) -> None:
         """Read the KV of so many tokens, then call `done`."""
-        self._free_at = max(self._free_at, self._loop.time()) + self._profile.read_s(tokens)
-        self._loop.call_at(self._free_at + self._profile.transfer_s, done, job)
+        end = max(self._free_at[0], self._loop.time()) + self._profile.read_s(tokens)
+        heapq.heapreplace(self._free_at, end)
+        self._loop.after(end + self._profile.transfer_s - self._loop.time(), done, job)
 
 
 class _Processor:
@@ -174,7 +176,7 @@ class _Processor:
         busy_s: for how long it was, up to now.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: VirtualLoop) -> None:
         self.loop = loop
         self.neighbour: PrefillEngine | DecodeEngine | None = None
         self._is_busy = False
@@ -208,7 +210,7 @@ class _Processor:
 class PrefillEngine:
     """Computes prompts, in chunks, first come first served."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, profile: Profile) -> None:
+    def __init__(self, loop: VirtualLoop, profile: Profile) -> None:
         self.kv = KvCache(profile.prefill_blocks, has_prefixes=profile.prefill_prefix_caching)
         self.processor = _Processor(loop)
         self._loop = loop
@@ -238,7 +240,7 @@ class PrefillEngine:
         job.finished = self._loop.create_future()
         profile = self._profile
         seconds = profile.prefill_request_s + profile.prefill_request_s_per_token * job.prompt_tokens
-        self._loop.call_later(seconds, self._arrive, job, offer)
+        self._loop.after(seconds, self._arrive, job, offer)
         await job.finished
 
     def read_over(self, job: Job) -> None:
@@ -363,7 +365,7 @@ class PrefillEngine:
             job.read_tokens = tokens
             return True
         # An empty read: the holder is told that there will be no other.
-        self._loop.call_later(self._profile.transfer_s, offer.holder.let_go, offer.key, "read")
+        self._loop.after(self._profile.transfer_s, offer.holder.let_go, offer.key, "read")
         return False
 
     def _read(self, order: int, offer: Offer, job: Job) -> None:
@@ -379,7 +381,6 @@ class _Held:
     blocks: int
     full: int
     conversation: str
-    timer: asyncio.TimerHandle
 
 
 class DecodeEngine:
@@ -399,7 +400,7 @@ class DecodeEngine:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: VirtualLoop,
         profile: Profile,
         engine: str,
         publish: Callable[[Held | Released], None],
@@ -436,7 +437,7 @@ class DecodeEngine:
     async def generate(self, job: Job) -> None:
         """Read a prompt's KV, and generate its answer."""
         job.finished = self._loop.create_future()
-        self._loop.call_later(self._profile.decode_request_s, self._arrive, job)
+        self._loop.after(self._profile.decode_request_s, self._arrive, job)
         await job.finished
 
     def _arrive(self, job: Job) -> None:
@@ -558,8 +559,8 @@ class DecodeEngine:
         if job.hold_s > 0 and full and self.pinned + used <= int(profile.max_pinned * self.kv.capacity):
             self.kv.give_back(taken - used)
             self.pinned += used
-            timer = self._loop.call_later(job.hold_s + READ_GRACE_S, self.let_go, job.key, "expired")
-            self._held[job.key] = _Held(used, full, job.conversation, timer)
+            self._loop.after(job.hold_s + READ_GRACE_S, self.let_go, job.key, "expired")
+            self._held[job.key] = _Held(used, full, job.conversation)
             held = used, job.hold_s
         else:
             self.kv.give_back(taken, job.conversation, full)
@@ -577,11 +578,10 @@ class DecodeEngine:
         """Hold a request's blocks no more, if they are held."""
         if (held := self._held.pop(key, None)) is None:
             return
-        held.timer.cancel()
         self.pinned -= held.blocks
         self.kv.give_back(held.blocks, held.conversation, held.full)
         self._say(Released(self._engine, next(self._seq), key, reason, self.pinned))
         self._admit()
 
     def _say(self, event: Held | Released) -> None:
-        self._loop.call_later(self._profile.control_s, self._publish, event)
+        self._loop.after(self._profile.control_s, self._publish, event)

@@ -31,7 +31,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def __init__(self) -> None:
         self._now = 0.0
         self._ready: deque[Handle] = deque()
-        self._timers: list[tuple[float, int, TimerHandle]] = []
+        # When, in which order, and what: a handle, or a callback and its arguments.
+        self._timers: list[tuple[float, int, Any, tuple[Any, ...] | None]] = []
         self._counter = count()
         self._cancelled = 0
         self._problem: BaseException | None = None
@@ -52,23 +53,41 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(None)
 
     def _run_until(self, task: asyncio.Task[Any]) -> None:
-        ready, timers = self._ready, self._timers
+        ready, timers, heappop = self._ready, self._timers, heapq.heappop
         while not task.done():
             if ready:
                 handle = ready.popleft()
+                if not handle._cancelled:
+                    handle._run()
             elif timers:
-                when, _, handle = heapq.heappop(timers)
-                if handle.cancelled():
+                when, _, what, args = heappop(timers)
+                if args is not None:
+                    if when > self._now:
+                        self._now = when
+                    what(*args)
+                elif what._cancelled:
                     self._cancelled -= 1
-                    continue
-                handle._scheduled = False  # type: ignore[attr-defined]
-                self._now = max(self._now, when)
+                else:
+                    if when > self._now:
+                        self._now = when
+                    what._scheduled = False
+                    what._run()
             else:
                 raise Stalled("nothing is left to happen, and the simulation is not over")
-            if not handle.cancelled():
-                handle._run()
             if self._problem is not None:
                 raise self._problem
+
+    # -- quicker than what asyncio has, where there are millions
+
+    def after(self, delay: float, callback: Callable[..., object], *args: Any) -> None:
+        """As `call_later`, and cannot be cancelled."""
+        heapq.heappush(self._timers, (self._now + delay, next(self._counter), callback, args))
+
+    def sleep(self, delay: float) -> asyncio.Future[None]:
+        """A future that is done after so many seconds; to be awaited to its end."""
+        future: asyncio.Future[None] = asyncio.Future(loop=self)
+        self.after(delay, future.set_result, None)
+        return future
 
     # -- what asyncio asks of a loop
 
@@ -96,7 +115,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """See `asyncio`."""
         handle = TimerHandle(when, callback, args, self, context)
         handle._scheduled = True  # type: ignore[attr-defined]
-        heapq.heappush(self._timers, (when, next(self._counter), handle))
+        heapq.heappush(self._timers, (when, next(self._counter), handle, None))
         return handle
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -131,6 +150,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._cancelled += handle._scheduled  # type: ignore[attr-defined]
         if self._cancelled > max(_SWEEP, len(self._timers) // 2):
             # In place: the list is being run.
-            self._timers[:] = [timer for timer in self._timers if not timer[2].cancelled()]
+            self._timers[:] = [
+                timer for timer in self._timers if timer[3] is not None or not timer[2]._cancelled
+            ]
             heapq.heapify(self._timers)
             self._cancelled = 0

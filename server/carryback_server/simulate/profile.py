@@ -28,7 +28,8 @@ class Profile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         max_num_batched_tokens: of one step of a prefill engine.
         max_num_seqs: requests in an engine's batch.
         transfer_s: of each read of KV,
-        transfer_bytes_per_s: and its rate. A reading engine's reads share it.
+        transfer_bytes_per_s: and its rate.
+        parallel_reads: that an engine makes at once, each at that rate.
         decode_request_s: as `prefill_request_s`.
         decode_step_s: of each step of a decode engine,
         decode_sequence_s: and for each answer in its batch,
@@ -57,6 +58,7 @@ class Profile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_num_seqs: int = 256
     transfer_s: float = 0.0
     transfer_bytes_per_s: float
+    parallel_reads: int = 1
     decode_request_s: float = 0.0
     decode_step_s: float
     decode_sequence_s: float = 0.0
@@ -68,7 +70,14 @@ class Profile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_pinned: float = 0.9
 
     def __post_init__(self) -> None:
-        positive = "block_size", "prefill_blocks", "decode_blocks", "max_num_batched_tokens", "max_num_seqs"
+        positive = (
+            "parallel_reads",
+            "block_size",
+            "prefill_blocks",
+            "decode_blocks",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+        )
         for name in (*positive, "kv_bytes_per_token", "transfer_bytes_per_s", "decode_step_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0")

@@ -8,6 +8,7 @@ transport is not there: requests reach engines by a call, not over HTTP.
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from array import array
 from collections import Counter
@@ -247,10 +248,17 @@ class Simulation:
         # Placement draws from the random module itself.
         before = random.getstate()
         random.seed(self._scenario.seed)
+        # To look for cycles among all conversations takes long, and there are none.
+        gc.collect()
+        gc.freeze()
+        thresholds = gc.get_threshold()
+        gc.set_threshold(100_000, 50, 1000)
         try:
             self._loop.run(self._run())
         finally:
             random.setstate(before)
+            gc.set_threshold(*thresholds)
+            gc.unfreeze()
         return self._report()
 
     async def _run(self) -> None:
@@ -265,13 +273,13 @@ class Simulation:
 
     async def _work(self, agent: Agent) -> None:
         loop, end_s = self._loop, self._scenario.duration_s
-        await asyncio.sleep(agent.start_s)
+        await loop.sleep(agent.start_s)
         starts_turn = True
         for step in agent.steps:
             if loop.time() + step.gap_s > end_s:
                 return
             if step.gap_s:
-                await asyncio.sleep(step.gap_s)
+                await loop.sleep(step.gap_s)
             await self._serve(step, starts_turn)
             starts_turn = step.ends_turn
 
@@ -292,7 +300,6 @@ class Simulation:
         )
         record, holder = await self._recall(conversation, job)
         await self._prefill(job, record, holder)
-        conversation.reuse = self._reuse_of(job).header()
         await self._decode(job, conversation, holder, is_guess=is_guess, ends_turn=step.ends_turn)
         conversation.why_none = "no_record"
         await self._state.save(conversation)
@@ -328,6 +335,12 @@ class Simulation:
             )
         with engine.busy(max(job.prompt_tokens - expected, 1)):
             await engine.model.compute(job, offer)
+        if self._config.kv_recompute_threshold == "auto":
+            self._learn(engine, holder, job)
+        if job.reason == "load_failed" and record is not None and holder is not None:
+            self.holding.release(holder, record.request)
+
+    def _learn(self, engine: Engine, holder: Engine | None, job: Job) -> None:
         work = Work(
             compute_s=job.compute_s,
             read_s=job.read_s if job.read_tokens else 0.0,
@@ -335,8 +348,6 @@ class Simulation:
         )
         holder_name = holder.name if holder is not None and job.read_tokens else None
         self._costs.learn(engine.name, holder_name, self._reuse_of(job), work)
-        if job.reason == "load_failed" and record is not None and holder is not None:
-            self.holding.release(holder, record.request)
 
     async def _decode(
         self,
