@@ -68,6 +68,8 @@ def test_more_recomputed() -> None:
     found = change(compare(result(before), result(after)), "recomputed_per_new")
     assert (found.before, found.pairs) == (2, 8)
     assert found.change.value == pytest.approx(1.025)
+    assert found.change.low
+    assert 1 <= found.change.low <= 1.025
     assert found.is_change
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -37,6 +38,16 @@ def test_percentiles_are_those_of_the_values() -> None:
         assert estimate.low
         assert estimate.high
         assert estimate.low < estimate.value < estimate.high
+
+
+def test_interval_of_a_median_is_as_wide_as_theory_says() -> None:
+    rng = random.Random(4)
+    estimate = ttft(times([rng.gauss(10, 1) for _ in range(1000)])).p50
+    assert estimate
+    assert estimate.low
+    assert estimate.high
+    # The standard error of a normal sample's median is sqrt(pi / 2n).
+    assert estimate.high - estimate.low == pytest.approx(2 * 1.96 * (math.pi / 2000) ** 0.5, rel=0.15)
 
 
 def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
