@@ -296,7 +296,7 @@ def interval(value: float, drawn: Numbers | None) -> Estimate:
     """A figure with the interval that its resamples give; those that have no value (NaN) do not count."""
     if drawn is None:
         return Estimate(value)
-    tail = (1 - LEVEL) / 6
+    tail = (1 - LEVEL) / 2
     low, high = np.quantile(drawn[np.isfinite(drawn)], (tail, 1 - tail))
     return Estimate(value, float(low), float(high))
 
