@@ -208,7 +208,7 @@ def chat(
 def paper(
     sizes: Annotated[
         Any, typer.Option(parser=_sizes, metavar="N,N,...", help="Tokens of the prompts.")
-    ] = "512,1000,2000,3000,4000",
+    ] = "512,1000,2000,4000",
     repeats: Annotated[int, typer.Option(min=1, help="Measured turns at each size.")] = 6,
     message_tokens: MessageTokens = 32,
     answer_tokens: AnswerTokens = 8,

@@ -26,9 +26,18 @@ class _Delta(msgspec.Struct):
     tool_calls: list[msgspec.Raw] | None = None
 
 
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
+
+
 class _Choice(msgspec.Struct):
     delta: _Delta
     token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
 
     def carries_token(self) -> bool:
         delta = self.delta
@@ -78,6 +87,7 @@ class Answer:
         text: its content, as the history goes on with.
         prompt, generated: token ids; None if the server does not give them.
         prompt_tokens, output_tokens: how many, by ids, else as the server counts.
+        logprobs: of the generated tokens.
         ttft_s, itl_s, duration_s, error: see `result.Request`.
     """
 
@@ -87,6 +97,7 @@ class Answer:
     generated: list[int] | None = None
     prompt_tokens: int = 0
     output_tokens: int = 0
+    logprobs: list[float] = field(default_factory=list)
     reuse: Reuse | None = None
     ttft_s: float = 0.0
     itl_s: list[float] = field(default_factory=list)
@@ -113,6 +124,8 @@ class Answer:
             self.text += choice.delta.content or ""
             if choice.token_ids is not None:
                 self.generated = [*(self.generated or []), *choice.token_ids]
+            if choice.logprobs is not None:
+                self.logprobs += [each.logprob for each in choice.logprobs.content or ()]
             has_token |= choice.carries_token()
         return has_token
 
@@ -193,6 +206,8 @@ class Client:
             "stream_options": {"include_usage": True},
             # vLLM's own: the tokens, as numbers, beside their text.
             "return_token_ids": True,
+            # A small model may answer alike whatever it was told; how sure it is of each token shows more.
+            "logprobs": True,
         }
         if tools:
             # They are in the prompt. The answer stays text, whatever the model says.

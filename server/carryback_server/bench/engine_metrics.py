@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,10 @@ class _Engine(msgspec.Struct):
 
 class _Engines(msgspec.Struct):
     data: list[_Engine]
+
+
+class _Version(msgspec.Struct):
+    version: str
 
 
 class _Costs(msgspec.Struct):
@@ -81,9 +86,12 @@ class EngineMetrics:
         # The ranks of one server count in one place.
         self._engines = list({each.url: each for each in found.data}.values())
         self._last = await self._read()
-        for engine in self._engines:
-            version = msgspec.json.decode(await self._get(f"{engine.url}/version"), type=dict[str, str])
-            self.versions.add(version.get("version", ""))
+        with suppress(
+            aiohttp.ClientResponseError
+        ):  # not every engine that speaks as vLLM does says its version
+            for engine in self._engines:
+                said = msgspec.json.decode(await self._get(f"{engine.url}/version"), type=_Version)
+                self.versions.add(said.version)
 
     async def took(self, arm: str | None) -> None:
         """What was read since the last call was read for this arm; for None of them, it is left out.

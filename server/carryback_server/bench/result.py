@@ -32,6 +32,8 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
         output: a digest of the output's token ids, or of its text if the server does not give them.
         is_identical: the output is that of the reference arm for the same prompt; None for the
             reference arm's own, and where there is none to compare with.
+        logprob_gap: most by which the log-probability of a token of the output differs from the
+            reference's; None where `is_identical` is, and where the outputs differ.
         error: what went wrong; empty if nothing did.
     """
 
@@ -55,6 +57,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     itl_s: list[float] = []
     output: str = ""
     is_identical: bool | None = None
+    logprob_gap: float | None = None
     error: str = ""
 
 

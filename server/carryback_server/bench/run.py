@@ -167,11 +167,14 @@ class Run:
             ]
             ended = time.monotonic()
             said = self._reference[place]
-            for request in done:
-                if request.arm != self._arms[0].name and not said.error and not request.error:
-                    request.is_identical = request.output == said.digest
             if said.error:
                 return
+            for request, logprobs in done:
+                if request.arm != self._arms[0].name and not request.error:
+                    request.is_identical = request.output == said.digest
+                    if request.is_identical and logprobs:
+                        gaps = (abs(one - other) for one, other in zip(logprobs, said.logprobs, strict=False))
+                        request.logprob_gap = max(gaps, default=None)
             history.append(said.message(step))
             if self._forks[conversation.name]:
                 self._histories[conversation.name, turn] = list(history)
@@ -211,8 +214,8 @@ class Run:
         step: Step,
         prompt: Sequence[Message],
         tokens: dict[str, list[int]],
-    ) -> Request:
-        """Ask, and write down what came.
+    ) -> tuple[Request, list[float]]:
+        """Ask, and write down what came; gives the log-probabilities beside it.
 
         Args:
             tokens: of the conversation's last prompt and answer, for each arm; brought up to date.
@@ -230,7 +233,7 @@ class Run:
             prompt, conversation.tools, max_tokens=step.max_tokens, seed=self._seed, headers=headers
         )
         if arm is self._arms[0]:
-            self._reference[place] = _Said(answer.text, answer.digest, answer.error)
+            self._reference[place] = _Said(answer.text, answer.digest, answer.logprobs, answer.error)
         new = None
         if answer.prompt is not None:
             new = answer.prompt_tokens - common_prefix(answer.prompt, tokens[arm.name])
@@ -262,7 +265,7 @@ class Run:
         self._on_request(request)
         if self.is_interleaved and self._concurrency == 1:
             await self._took(arm.name if step.is_measured else None)
-        return request
+        return request, answer.logprobs
 
     def _id(self, arm: Arm, conversation: str) -> str:
         """A conversation's id, which no other arm and no other run has."""
@@ -287,6 +290,7 @@ class _Said:
 
     text: str
     digest: str
+    logprobs: list[float]
     error: str
 
     def message(self, step: Step) -> Message:
