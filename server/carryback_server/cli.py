@@ -32,6 +32,7 @@ from carryback_server.access_log import set_up_logging
 from carryback_server.app import Router
 from carryback_server.bench.cli import bench_app
 from carryback_server.config import ConfigError, EngineConfig, RouterConfig, RouterSettings, ServeConfig, load
+from carryback_server.simulate.cli import simulate
 from carryback_server.supervisor import EngineFailed, Engines
 
 # Locals stay out of tracebacks: they hold the key.
@@ -45,6 +46,7 @@ app.add_typer(model_app, name="model")
 key_app = typer.Typer(no_args_is_help=True, help="API keys of the router's tenants.")
 app.add_typer(key_app, name="key")
 app.add_typer(bench_app, name="bench")
+app.command()(simulate)
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -7,7 +7,7 @@ does not depend on how quick the engines are, and when it asks does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from carryback_server.bench.result import Request, Result
+from carryback_server.bench.workloads import Conversation, Message
 
 
 class Step(NamedTuple):
@@ -30,6 +31,7 @@ class Step(NamedTuple):
         is_first: of the conversation.
         is_named: the conversation's id comes with it; a first one without may be a one-shot, to the router.
         ends_turn: a person thinks next, rather than that a tool runs.
+        at_s: it is not sent before, in seconds from the simulation's start.
     """
 
     gap_s: float
@@ -40,6 +42,7 @@ class Step(NamedTuple):
     is_first: bool = False
     is_named: bool = True
     ends_turn: bool = False
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,12 @@ class Agent:
 
     Attributes:
         start_s: when it starts, in seconds from the simulation's start.
+        is_endless: it goes on until the simulation ends; else to its last request.
     """
 
     start_s: float
-    steps: Iterator[Step]
+    steps: Iterable[Step]
+    is_endless: bool = False
 
 
 class Population(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -123,7 +128,7 @@ class Population(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         """The agents. Each has a random generator of its own, so that what it does depends on nothing else."""
         for number in range(self.agents):
             random = Random(f"{seed} {number}")
-            yield Agent(random.random() * self.ramp_s, self._work(random, f"agent-{number}"))
+            yield Agent(random.random() * self.ramp_s, self._work(random, f"agent-{number}"), is_endless=True)
 
     def _work(self, random: Random, name: str) -> Iterator[Step]:
         number = 0
@@ -193,7 +198,7 @@ def recorded(result: Result, arm: str | None = None) -> list[Agent]:
     agents = []
     for name, requests in conversations.items():
         requests.sort(key=lambda request: request.started_s)
-        agents.append(Agent(requests[0].started_s - begun, iter(_recorded(name, requests))))
+        agents.append(Agent(requests[0].started_s - begun, _recorded(name, requests)))
     return agents
 
 
@@ -223,3 +228,51 @@ def _recorded(name: str, requests: list[Request]) -> list[Step]:
             )
         )
     return steps
+
+
+def planned(conversations: Sequence[Conversation]) -> list[Agent]:
+    """The agents of a workload of `carryback bench`, or of a trace that it can read.
+
+    There are no token counts in it: a word counts as a token, and so the counts of traces that have
+    lengths instead of texts are right.
+    """
+    return [Agent(0.0, list(_planned(each))) for each in conversations]
+
+
+def _planned(conversation: Conversation) -> Iterator[Step]:
+    tools = [word for each in conversation.tools for word in str(each).split()]
+    history: list[list[str]] = []
+    before: list[str] = []
+    for turn in conversation.turns:
+        for number, step in enumerate(turn, 1):
+            if step.keep is not None:
+                del history[step.keep :]
+            history += [_words(message) for message in step.messages]
+            prompt = [*tools, *(word for each in history for word in each)] or [""]
+            prompt += ["more"] * ((step.fill_to or 0) - len(prompt))
+            common = next(
+                (
+                    place
+                    for place, (one, other) in enumerate(zip(before, prompt, strict=False))
+                    if one != other
+                ),
+                min(len(before), len(prompt)),
+            )
+            yield Step(
+                step.wait_s,
+                conversation.name,
+                len(prompt),
+                common,
+                step.max_tokens,
+                is_first=not before,
+                ends_turn=number == len(turn),
+                at_s=step.at_s,
+            )
+            # What it says nobody knows, but it is in the next prompt.
+            history.append([f"answer {len(history)}"] * step.max_tokens)
+            before = [*prompt, *history[-1]]
+
+
+def _words(message: Message) -> list[str]:
+    content = message.get("content")
+    return (content if isinstance(content, str) else str(message)).split()

@@ -566,12 +566,19 @@ class DecodeEngine:
             self.kv.give_back(taken, job.conversation, full)
             held = 0, 0.0
         if job.hold_s > 0:
-            self._say(
-                Held(
-                    self._engine, next(self._seq), job.key, job.key, full * profile.block_size, held[0], held[1],
-                    b"", b"", self.pinned,
-                )
-            )  # fmt: skip
+            event = Held(
+                engine=self._engine,
+                seq=next(self._seq),
+                key=job.key,
+                request=job.key,
+                tokens=full * profile.block_size,
+                blocks=held[0],
+                hold_s=held[1],
+                record=b"",
+                digests=b"",
+                pinned=self.pinned,
+            )
+            self._say(event)
         job.finish()
 
     def let_go(self, key: str, reason: ReleaseReason) -> None:
@@ -580,7 +587,9 @@ class DecodeEngine:
             return
         self.pinned -= held.blocks
         self.kv.give_back(held.blocks, held.conversation, held.full)
-        self._say(Released(self._engine, next(self._seq), key, reason, self.pinned))
+        self._say(
+            Released(engine=self._engine, seq=next(self._seq), key=key, reason=reason, pinned=self.pinned)
+        )
         self._admit()
 
     def _say(self, event: Held | Released) -> None:

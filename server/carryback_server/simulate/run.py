@@ -12,7 +12,7 @@ import gc
 import random
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 import msgspec
@@ -35,6 +35,7 @@ from carryback_server.tracing import Trace
 # Points of the curves over time.
 SAMPLES = 240
 _TENANT = "default"
+_OUTCOMES: tuple[Outcome, ...] = ("hit", "partial", "miss")
 
 
 class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -134,7 +135,8 @@ class Report(msgspec.Struct, kw_only=True):
         returning: requests of a conversation that had one before.
         hits: of those, that reused all there was to reuse;
         partial: that reused some of it.
-        hit_rate: the share of the returning ones that reused anything.
+        hit_rate: the share of the returning ones that reused anything;
+        hit_rate_turn_start, hit_rate_mid_turn: of those that begin a turn, and of those after a tool.
         token_hit_rate: the share of the tokens of their last prompts and answers that were not recomputed.
         recomputed_per_new: tokens computed for each token that was new, in returning requests. 1 is ideal.
         ttft, ttft_turn_start, ttft_mid_turn: times to the first token; of a turn's first request, and of
@@ -152,6 +154,8 @@ class Report(msgspec.Struct, kw_only=True):
     hits: int
     partial: int
     hit_rate: float
+    hit_rate_turn_start: float
+    hit_rate_mid_turn: float
     token_hit_rate: float
     recomputed_per_new: float
     ttft: Quantiles
@@ -193,6 +197,7 @@ class Simulation:
         config: the router's settings.
         reuse: conversations reuse their KV; else nothing is held.
         keep: `Report.seen` has each request.
+        on_progress: called now and then with the virtual seconds that have passed.
     """
 
     def __init__(
@@ -204,7 +209,9 @@ class Simulation:
         *,
         reuse: bool = True,
         keep: bool = False,
+        on_progress: Callable[[float], object] = lambda seconds: None,
     ) -> None:
+        self._on_progress = on_progress
         self._scenario = scenario
         self._profile = profile
         self._config = config
@@ -233,7 +240,7 @@ class Simulation:
         # Figures.
         self._ttft = {True: array("d"), False: array("d")}
         self._reasons: Counter[str] = Counter()
-        self._outcomes: Counter[str] = Counter()
+        self._outcomes: Counter[tuple[bool, Outcome]] = Counter()
         self._tokens: Counter[str] = Counter()
         self._curve = Curve()
         self._sums: Counter[str] = Counter()
@@ -276,10 +283,11 @@ class Simulation:
         await loop.sleep(agent.start_s)
         starts_turn = True
         for step in agent.steps:
-            if loop.time() + step.gap_s > end_s:
+            wait_s = max(step.gap_s, step.at_s - loop.time())
+            if agent.is_endless and loop.time() + wait_s > end_s:
                 return
-            if step.gap_s:
-                await loop.sleep(step.gap_s)
+            if wait_s > 0:
+                await loop.sleep(wait_s)
             await self._serve(step, starts_turn)
             starts_turn = step.ends_turn
 
@@ -410,7 +418,7 @@ class Simulation:
         self._ttft[starts_turn].append(job.first_token - started)
         if step.is_first:
             return
-        self._outcomes[job.outcome] += 1
+        self._outcomes[starts_turn, job.outcome] += 1
         self._reasons[f"{job.outcome} {job.reason}"] += 1
         tokens = self._tokens
         tokens["common"] += step.common_tokens
@@ -431,6 +439,7 @@ class Simulation:
         for number in range(SAMPLES + 1):
             now = number * scenario.duration_s / SAMPLES
             await asyncio.sleep(now - self._loop.time())
+            self._on_progress(now)
             held = [engine.pinned for engine in decode]
             used = sum(engine.kv.used for engine in decode) - sum(held)
             queues = sum(engine.queue for engine in prefill), sum(engine.queue for engine in decode)
@@ -456,7 +465,7 @@ class Simulation:
     def _report(self) -> Report:
         scenario, profile, tokens = self._scenario, self._profile, self._tokens
         turn_start, mid_turn = self._ttft[True], self._ttft[False]
-        returning = sum(self._outcomes.values())
+        outcomes = self._outcomes
         measured_s = scenario.duration_s - self._measured_from
         sums, samples = self._sums, self._sums["samples"]
         busy = [after - before for before, after in zip(self._busy_before, self._busy_after, strict=True)]
@@ -479,10 +488,12 @@ class Simulation:
         return Report(
             requests=len(turn_start) + len(mid_turn),
             requests_per_s=(len(turn_start) + len(mid_turn)) / (scenario.duration_s - scenario.warmup_s),
-            returning=returning,
-            hits=self._outcomes["hit"],
-            partial=self._outcomes["partial"],
-            hit_rate=1 - self._outcomes["miss"] / returning if returning else 0.0,
+            returning=sum(outcomes.values()),
+            hits=outcomes[True, "hit"] + outcomes[False, "hit"],
+            partial=outcomes[True, "partial"] + outcomes[False, "partial"],
+            hit_rate=_hit_rate(outcomes, True, False),
+            hit_rate_turn_start=_hit_rate(outcomes, True),
+            hit_rate_mid_turn=_hit_rate(outcomes, False),
             token_hit_rate=tokens["saved"] / tokens["common"] if tokens["common"] else 0.0,
             recomputed_per_new=tokens["recomputed"] / tokens["new"] if tokens["new"] else 0.0,
             ttft=Quantiles.of([*turn_start, *mid_turn]),
@@ -496,6 +507,12 @@ class Simulation:
             curve=self._curve,
             seen=self._seen or [],
         )
+
+
+def _hit_rate(outcomes: Counter[tuple[bool, Outcome]], *starts_turn: bool) -> float:
+    """The share of the requests that reused anything."""
+    counts = {kind: sum(outcomes[each, kind] for each in starts_turn) for kind in _OUTCOMES}
+    return 1 - counts["miss"] / total if (total := sum(counts.values())) else 0.0
 
 
 def _site(role: Role, number: int) -> Site:
