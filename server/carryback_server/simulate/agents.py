@@ -31,6 +31,7 @@ class Step(NamedTuple):
         is_first: of the conversation.
         is_named: the conversation's id comes with it; a first one without may be a one-shot, to the router.
         ends_turn: a person thinks next, rather than that a tool runs.
+        is_cut: the answer ended at its greatest length, so that the router does not know which.
         at_s: it is not sent before, in seconds from the simulation's start.
     """
 
@@ -42,6 +43,7 @@ class Step(NamedTuple):
     is_first: bool = False
     is_named: bool = True
     ends_turn: bool = False
+    is_cut: bool = False
     at_s: float = 0.0
 
 
@@ -181,6 +183,8 @@ def _tokens(random: Random, median: float, sigma: float) -> int:
 def recorded(result: Result, arm: str | None = None) -> list[Agent]:
     """The agents of a bench run: each conversation is one, with its pauses and its tokens as they were.
 
+    The answers of such a run have a length that was asked for, and so are cut.
+
     Args:
         arm: which one's requests; the first one's unless given.
 
@@ -225,6 +229,7 @@ def _recorded(name: str, requests: list[Request]) -> list[Step]:
                 max(request.output_tokens, 1),
                 is_first=index == 0,
                 ends_turn=index + 1 == len(requests) or not same_turn[index],
+                is_cut=True,
             )
         )
     return steps

@@ -21,6 +21,7 @@ from carryback.wire.events import Held, Hello, Released
 
 from carryback_server.config import RouterConfig
 from carryback_server.costs import Costs
+from carryback_server.endpoints import Boundary
 from carryback_server.engines import Engine, Role, Site
 from carryback_server.hold import Holding
 from carryback_server.metrics import Metrics
@@ -308,7 +309,8 @@ class Simulation:
         )
         record, holder = await self._recall(conversation, job)
         await self._prefill(job, record, holder)
-        await self._decode(job, conversation, holder, is_guess=is_guess, ends_turn=step.ends_turn)
+        boundary: Boundary = "unfinished" if step.is_cut else "turn_end" if step.ends_turn else "mid_turn"
+        await self._decode(job, conversation, holder, boundary, is_guess=is_guess)
         conversation.why_none = "no_record"
         await self._state.save(conversation)
         self._count(step, job, started, starts_turn)
@@ -362,9 +364,9 @@ class Simulation:
         job: Job,
         conversation: Conversation,
         holder: _DecodeSite | None,
+        boundary: Boundary,
         *,
         is_guess: bool,
-        ends_turn: bool,
     ) -> None:
         engine = decode_engine(
             self.decode,
@@ -377,7 +379,7 @@ class Simulation:
             self.holding.expect(job.key, conversation, Trace({}), is_first=is_guess)
         with engine.busy(job.prompt_tokens):
             await engine.model.generate(job)
-        self.holding.land(job.key, "turn_end" if ends_turn else "mid_turn")
+        self.holding.land(job.key, boundary)
 
     @staticmethod
     def _reuse_of(job: Job) -> Reuse:
