@@ -300,7 +300,7 @@ def simulated(profile: Profile, router: RouterConfig, asked: Iterable[Asked]) ->
                 is_first=each.is_first, is_cut=True,
             )
         )  # fmt: skip
-    scenario = Scenario(prefill=1, decode=1, duration_s=1e6, warmup_s=0.0)
+    scenario = Scenario(prefill=1, decode=1, duration_s=1e6, warmup_share=0.0)
     agents = [Agent(0.0, each) for each in steps.values()]
     return Simulation(scenario, profile, router, agents, keep=True).run().seen
 

@@ -70,7 +70,6 @@ class Population(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 
     Attributes:
         agents: how many there are.
-        ramp_s: over how long they start.
         steps: requests of a turn, the mean (geometric).
         turns: turns of a conversation, the mean (geometric). Then the agent begins another one.
         tool_s, tool_sigma: that a quick tool takes,
@@ -89,7 +88,6 @@ class Population(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     """
 
     agents: int = 10_000
-    ramp_s: float = 900.0
     steps: float = 28.0
     turns: float = 4.0
     tool_s: float = 0.22
@@ -126,11 +124,15 @@ class Population(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
                 "max_context_tokens has to leave room for first_tokens, twice, and summary_tokens"
             )
 
-    def draw(self, seed: int) -> Iterator[Agent]:
-        """The agents. Each has a random generator of its own, so that what it does depends on nothing else."""
+    def draw(self, seed: int, ramp_s: float) -> Iterator[Agent]:
+        """The agents. Each has a random generator of its own, so that what it does depends on nothing else.
+
+        Args:
+            ramp_s: over how long they start.
+        """
         for number in range(self.agents):
             random = Random(f"{seed} {number}")
-            yield Agent(random.random() * self.ramp_s, self._work(random, f"agent-{number}"), is_endless=True)
+            yield Agent(random.random() * ramp_s, self._work(random, f"agent-{number}"), is_endless=True)
 
     def _work(self, random: Random, name: str) -> Iterator[Step]:
         number = 0

@@ -144,7 +144,7 @@ def _replayed(setup: Setup, trace: Path, arm: str | None) -> Setup:
     )
     return Setup(
         setup.profile,
-        msgspec.structs.replace(setup.scenario, duration_s=max(last_s, 1.0), warmup_s=0.0),
+        msgspec.structs.replace(setup.scenario, duration_s=max(last_s, 1.0), warmup_share=0.0),
         setup.router,
         setup.population,
         tuple(agents),

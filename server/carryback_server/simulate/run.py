@@ -45,21 +45,26 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     Attributes:
         prefill, decode: engines.
         duration_s: for how long requests are sent.
-        warmup_s: for how long at the beginning they are not in the figures.
+        warmup_share: of that time, in which agents drawn at random start, and which is not in the figures.
         seed: of all that is random.
     """
 
     prefill: int = 32
     decode: int = 32
     duration_s: float = 3600.0
-    warmup_s: float = 900.0
+    warmup_share: float = 0.25
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.prefill < 1 or self.decode < 1:
             raise ValueError("there is at least 1 of prefill and decode")
-        if not 0 <= self.warmup_s < self.duration_s:
-            raise ValueError("warmup_s has to be shorter than duration_s")
+        if not self.duration_s > 0 or not 0 <= self.warmup_share < 1:
+            raise ValueError("duration_s is above 0, and warmup_share from 0 to below 1")
+
+    @property
+    def warmup_s(self) -> float:
+        """The same in seconds."""
+        return self.warmup_share * self.duration_s
 
 
 class Quantiles(msgspec.Struct, frozen=True):

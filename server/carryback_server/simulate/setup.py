@@ -32,7 +32,9 @@ class Setup:
 
     def agents(self) -> Iterable[Agent]:
         """The agents, anew for each simulation."""
-        return self.recorded if self.recorded is not None else self.population.draw(self.scenario.seed)
+        if self.recorded is not None:
+            return self.recorded
+        return self.population.draw(self.scenario.seed, self.scenario.warmup_s)
 
     def but(self, **values: Any) -> Setup:
         """The same with other values of any of its parts, by their names. Texts are read as YAML.
