@@ -16,6 +16,7 @@ import pytest
 from bench_results import paper, request, result
 from carryback_server.bench import page, report
 from carryback_server.bench.result import Request, Result
+from carryback_server.bench.stats import summarize
 from rich.console import Console
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -89,6 +90,20 @@ def test_terminal_says_what_came_out() -> None:
     assert "failed:" not in text
     assert "What the router learned" in text
     assert "decode to prefill" in text
+
+
+def test_a_narrow_terminal_shows_whole_figures() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    report.terminal(paper(), console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    medians = [f"{each.ttft.p50.value * 1000:,.0f}" for each in summarize(paper()).figures if each.ttft.p50]
+    assert len(medians) == 15
+    for median in medians:
+        assert re.search(rf" {median} ", text)
+    assert "…" not in text
+    assert "Intervals are shown where" in text
+    assert "Intervals are shown where" not in terminal(paper())
 
 
 def test_terminal_says_that_requests_failed() -> None:

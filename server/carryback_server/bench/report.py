@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ NONE = "-"
 ARMS = {"no_reuse": "no reuse", "aggregated": "one engine"}
 DIRECTIONS = {"decode_to_prefill": "decode to prefill", "prefill_to_decode": "prefill to decode"}
 _SIGNIFICANT = 3
+_INTERVAL = re.compile(r" \([^)]* to [^)]*\)")
+_ANY_WIDTH = 1000
 
 
 @dataclass(frozen=True)
@@ -116,17 +119,18 @@ def table_markdown(table: Table) -> str:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """One table, on a terminal."""
-    grid = Grid(
-        title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    for number, column in enumerate(table.columns):
-        grid.add_column(column, justify="left" if number < table.text_columns else "right")
-    for row in table.rows:
-        grid.add_row(*map(Text, row))
-    console.print(grid)
-    if table.note:
-        console.print(Text(table.note, "dim"))
+    """One table, on a terminal; without intervals where there is no room for them."""
+    grid = _grid(table, table.rows)
+    note = table.note
+    needed = console.measure(grid, options=console.options.update(width=_ANY_WIDTH)).maximum
+    if needed > console.width:
+        rows = [[_INTERVAL.sub("", cell) for cell in row] for row in table.rows]
+        if rows != table.rows:
+            grid = _grid(table, rows)
+            note = f"{note} Intervals are shown where {needed} columns have room.".strip()
+    console.print(grid, soft_wrap=False)
+    if note:
+        console.print(Text(note, "dim"), soft_wrap=False)
 
 
 def arm_name(arm: str) -> str:
@@ -212,6 +216,17 @@ def _identical(summary: Summary) -> str:
     return f"Identical outputs: {count(some, of)}." if of else ""
 
 
+def _grid(table: Table, rows: list[list[str]]) -> Grid:
+    grid = Grid(
+        title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    for place, column in enumerate(table.columns):
+        grid.add_column(column, justify="left" if place < table.text_columns else "right", overflow="fold")
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    return grid
+
+
 def _failed(summary: Summary) -> str:
     every = [each for arm in summary.arms if (each := summary.of(arm))]
     failed, of = sum(each.errors for each in every), sum(each.requests for each in every)
@@ -274,13 +289,16 @@ def _tokens(summary: Summary, block_size: int) -> Table:
                     spread(each.recomputed_per_new),
                     spread(each.beyond_new),
                     count(each.identical, each.compared),
+                    NONE if each.logprob_gap is None else f"{each.logprob_gap:.1g}",
                 ]
             )
-    columns = ["hits", "partial", "computed per new token", "beyond the new, a request", "identical outputs"]
+    columns = ["hits", "partial", "computed / new", "beyond new", "identical outputs", "log-prob. gap"]
     block = f" of {block_size:,} tokens" if block_size else ""
     note = (
-        "Of requests that follow another of their conversation. New: behind what the last one left. "
-        f"1.0 computed per new token is ideal; only whole blocks{block} are held, so up to a block more is expected."
+        "Of requests that follow another of their conversation; new is what lies behind that one's prompt and answer. "
+        f"Only whole blocks{block} are held, so 1.0 computed for each new token is ideal, and up to a block a request "
+        "beyond the new is expected. Outputs and the log-probabilities of their tokens are compared with those of "
+        "the same prompt without reuse."
     )
     return Table("Prompt tokens", [*_columns(summary), *columns], rows, len(_columns(summary)), note)
 

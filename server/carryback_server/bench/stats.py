@@ -70,7 +70,8 @@ class Figures:
             their reuse.
         recomputed_per_new: tokens computed over tokens that are new, of those requests; 1.0 is ideal.
         beyond_new: tokens computed less tokens that are new, mean of those requests.
-        identical, compared: outputs that are those of the reference arm, and how many were compared.
+        identical, compared: outputs that are those of the run's reference arm, and how many were compared.
+        logprob_gap: the most by which the log-probability of a token of one of those differs from the reference's.
     """
 
     arm: str
@@ -87,6 +88,7 @@ class Figures:
     beyond_new: Estimate | None
     identical: int
     compared: int
+    logprob_gap: float | None
 
 
 @dataclass(frozen=True)
@@ -335,6 +337,7 @@ def _figures(requests: Sequence[Request], arm: str, group: str) -> Figures:
         beyond_new=ratio_of_sums(beyond, [1.0] * len(beyond), of),
         identical=sum(each.is_identical is True for each in good),
         compared=sum(each.is_identical is not None for each in good),
+        logprob_gap=max((each.logprob_gap for each in good if each.logprob_gap is not None), default=None),
     )
 
 
