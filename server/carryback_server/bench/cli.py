@@ -289,7 +289,8 @@ class _Bench:
         self._common = common
         self._prefill_args = common.prefill_args or prefill_args
         self._engines: Engines | None = None
-        self._is_stopping = False
+        self._may_end_early = True
+        self._is_interrupted = False
         stem = common.out or f"bench-{workload}-{time.strftime('%Y%m%d-%H%M%S')}"
         self._stem = stem.removesuffix(".json")
 
@@ -333,16 +334,16 @@ class _Bench:
                 )
                 # Before the servers are stopped, which takes its time.
                 self._write(result)
-                if where.environment.get("logs"):
-                    err.print("stopping the servers; once more to stop at once")
+                if self._engines is not None:
+                    err.print("stopping what was started; Ctrl-C stops it at once")
         except asyncio.CancelledError:
             return _INTERRUPTED
-        return _INTERRUPTED if self._is_stopping else int(any(_problems(result)))
+        return _INTERRUPTED if self._is_interrupted else int(any(_problems(result)))
 
     def _stop(self, task: asyncio.Task[Any]) -> None:
         """The first time what is under way ends, and what was measured is kept; then nothing is waited for."""
-        if not self._is_stopping:
-            self._is_stopping = True
+        if self._may_end_early:
+            self._may_end_early, self._is_interrupted = False, True
             task.cancel()
         elif self._engines is not None:
             self._engines.hurry()
@@ -410,7 +411,8 @@ class _Bench:
                 task = asyncio.current_task()
                 assert task is not None
                 task.uncancel()
-        if self._is_stopping:
+        self._may_end_early = False
+        if self._is_interrupted:
             err.print("interrupted; this is what was measured until then")
 
     def _settings(self, run: Run) -> dict[str, Any]:

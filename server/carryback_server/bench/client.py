@@ -172,11 +172,12 @@ class Client:
     async def count(self, messages: Sequence[Message], tools: Sequence[Message]) -> int:
         """Tokens of a prompt; a guess from its length if the server has no `/tokenize`."""
         body = {"model": self.model, "messages": messages, **({"tools": tools} if tools else {})}
-        async with self._session.post(f"{self.url}/tokenize", json=body, headers=self._headers) as response:
-            data = await response.read()
         try:
-            return msgspec.json.decode(data, type=_Count).count
-        except msgspec.DecodeError:
+            async with self._session.post(
+                f"{self.url}/tokenize", json=body, headers=self._headers
+            ) as response:
+                return msgspec.json.decode(await response.read(), type=_Count).count
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
             return len(msgspec.json.encode(messages)) // _CHARACTERS_A_TOKEN
 
     async def release(self, conversation: str) -> None:

@@ -20,6 +20,8 @@ _SECONDS = "vllm:nixl_xfer_time_seconds_sum"
 _BYTES = "vllm:nixl_bytes_transferred_sum"
 _CACHE = "vllm:cache_config_info"
 
+_TIMEOUT = aiohttp.ClientTimeout(total=30)
+
 _READS: Mapping[str, Direction] = {"prefill": "decode_to_prefill", "decode": "prefill_to_decode"}
 
 
@@ -146,6 +148,6 @@ class EngineMetrics:
         return Reads(*totals.values())
 
     async def _get(self, url: str) -> bytes:
-        async with self._session.get(url) as response:
+        async with self._session.get(url, timeout=_TIMEOUT) as response:
             response.raise_for_status()
             return await response.read()

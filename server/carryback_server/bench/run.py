@@ -102,7 +102,7 @@ class Run:
     @property
     def is_interleaved(self) -> bool:
         """The arms run step by step, not one after the other."""
-        return self._concurrency == 1 or len(self._arms) == 1
+        return self._concurrency == 1
 
     @property
     def total(self) -> int:
@@ -263,7 +263,7 @@ class Run:
         )
         self.requests.append(request)
         self._on_request(request)
-        if self.is_interleaved and self._concurrency == 1:
+        if self.is_interleaved:
             await self._took(arm.name if step.is_measured else None)
         return request, answer.logprobs
 

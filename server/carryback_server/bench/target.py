@@ -126,7 +126,6 @@ async def started(
                 "engine_args": shlex.join(settings.engine_args),
                 "prefill_args": shlex.join(settings.prefill_args),
                 "decode_args": shlex.join(settings.decode_args),
-                "logs": str(log_dir),
             },
         )
 
