@@ -7,6 +7,7 @@ No text of a prompt or an answer is here, and no key.
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections import OrderedDict, deque
@@ -24,6 +25,9 @@ MAX_STEPS_EACH = 64
 MAX_STEPS = 20_000
 # In one answer: a millisecond's work.
 MAX_CHANGES = 500
+
+# The process, and the number of the last change.
+_AFTER = re.compile(r"[0-9a-f]{12}\.[0-9]{1,19}")
 
 State = Literal["prefill", "decode", "answer", "done", "failed", "gone"]
 
@@ -62,7 +66,7 @@ class Step:
 
 
 class View(msgspec.Struct, omit_defaults=True):
-    """A step as a watcher gets it; tokens and seconds that are not known are left out.
+    """A step as a watcher gets it; tokens and seconds that are 0 or not known are left out.
 
     Attributes:
         id: of the step, in this router process.
@@ -84,10 +88,10 @@ class View(msgspec.Struct, omit_defaults=True):
     cached: int = 0
     recomputed: int = 0
     generated: int = 0
-    ttft_s: float = 0.0
-    prefill_s: float = 0.0
+    ttft_s: float = 0
+    prefill_s: float = 0
     saved_s: float | None = None
-    duration_s: float = 0.0
+    duration_s: float = 0
     prefill_engine: str = ""
     decode_engine: str = ""
     retries: int = 0
@@ -176,7 +180,7 @@ class Live:
             ValueError: there is no such `after`.
         """
         run, _, number = after.partition(".")
-        if after and not (run.isalnum() and number.isascii() and number.isdigit() and len(number) < 20):
+        if after and not _AFTER.fullmatch(after):
             raise ValueError("it must be what an answer had as its after")
         last = int(number) if run == self._run else 0
         changed: list[Step] = []
@@ -185,11 +189,12 @@ class Live:
                 break
             changed.append(step)
         changed.reverse()
+        has_more = len(changed) > MAX_CHANGES
         del changed[MAX_CHANGES:]
-        last = changed[-1].changed if changed else min(last, self._clock)
+        last = changed[-1].changed if has_more else self._clock
         return {
             "after": f"{self._run}.{last}",
-            "has_more": last < self._clock,
+            "has_more": has_more,
             "is_reset": run != self._run,
             "data": [self._view(step) for step in changed],
         }
@@ -206,9 +211,9 @@ class Live:
             entry.turn,
             entry.step,
             generated=step.generated,
-            ttft_s=round(entry.ttft_s, 6),
-            prefill_s=round(entry.prefill_s, 6),
-            duration_s=round(entry.duration_s, 6),
+            ttft_s=round(entry.ttft_s, 6) or 0,
+            prefill_s=round(entry.prefill_s, 6) or 0,
+            duration_s=round(entry.duration_s, 6) or 0,
             prefill_engine=entry.prefill_engine,
             decode_engine=entry.decode_engine,
             retries=entry.retries,

@@ -28,6 +28,18 @@ function place(step) {
   return step.turn ? `Turn ${step.turn}, step ${step.step || 1}` : `Request ${step.id}`;
 }
 
+/** What a lane shows, in a sentence. */
+function title(lane) {
+  const known = lane.lastKnown;
+  const first = lane.steps.findLast((step) => step.ttft_s);
+  return [
+    lane.name, `tenant ${lane.tenant}`, plural(lane.steps.length, "step", "steps"),
+    hasFailed(lane.last) ? `failed ${lane.last.error}` : STATES[lane.last.state],
+    known && `${known.outcome}, ${words(known.reason)}`, known && promptOf(known) && `prompt of ${count(promptOf(known))} tokens`,
+    first && `first token after ${seconds(first.ttft_s)}`,
+  ].filter(Boolean).join(", ");
+}
+
 /** One lane's row in the document. */
 class Row {
   constructor(lane) {
@@ -68,9 +80,11 @@ class Row {
     this.drawn = drawn;
     const known = lane.lastKnown;
     put(this.name, lane.name);
+    mark(this.place, "aria-label", title(lane));
+    mark(this.steps.parentElement, "aria-label", plural(lane.steps.length, "step", "steps"));
     mark(this.name, "title", lane.name);
-    const at = lane.last.turn ? ` · turn ${lane.last.turn}, step ${lane.last.step || 1}` : "";
-    put(this.about, lane.tenant + at);
+    const at = lane.last.turn ? `turn ${lane.last.turn}, step ${lane.last.step || 1} · ` : "";
+    put(this.about, at + lane.tenant);
     this.place.classList.toggle("running", lane.isRunning);
     this.#drawSteps(room, reason);
     put(this.prompt, known && promptOf(known) ? tokens(promptOf(known)) : "–");
@@ -78,7 +92,7 @@ class Row {
     const last = lane.last;
     const state = hasFailed(last) ? `× failed` : last.state === "gone" ? "client left" : "";
     put(this.outcome, state || (known ? `${OUTCOMES[known.outcome]} ${known.outcome}` : "–"));
-    put(this.reason, state ? last.error || String(last.status || "") : isRunning(last) && last !== known ? STATES[last.state] : known ? words(known.reason) : STATES[last.state]);
+    put(this.reason, state ? last.error || String(last.status || "") : isRunning(last) && last !== known ? `now ${STATES[last.state]}` : known ? words(known.reason) : STATES[last.state]);
     this.#drawFirst(lane.steps.findLast((step) => step.ttft_s));
   }
 
@@ -240,7 +254,7 @@ class Lanes {
 
   #room() {
     const cell = this.grid.querySelector(".head [role=columnheader]:nth-child(2)");
-    return cell.clientWidth - 44; // the padding, and a place for the number of those left out
+    return cell.clientWidth - 30; // and a place for the number of those left out
   }
 
   #setTabStop() {

@@ -16,33 +16,35 @@ function drawFigures(figures, now) {
   put($("kept"), prompt ? percent(reused + cached, prompt) : "–");
   fill($("kept-bar"), [["reused", reused], ["cached", cached], ["recomputed", recomputed]], prompt);
   put($("kept-counts"), prompt
-    ? `${tokens(reused)} reused, ${tokens(cached)} cached, ${tokens(recomputed)} recomputed`
+    ? `of ${tokens(prompt)}: ${tokens(reused)} reused, ${tokens(cached)} cached`
     : "no prompt yet");
 
   const all = median(figures.ttfts);
   const read = median(figures.reusedTtfts);
   const estimate = median(figures.estimates);
+  const times = estimate !== null && read ? estimate / read : 0;
   put($("ttft"), all === null ? "–" : seconds(all));
+  put($("ttft-times"), times >= 1.05 ? `${times.toFixed(1)}× sooner by reuse` : "");
   const longest = Math.max(estimate ?? 0, read ?? 0);
   fill($("ttft-bar"), [["reused", read ?? 0], ["ghost", Math.max((estimate ?? 0) - (read ?? 0), 0)]], longest);
-  const times = estimate !== null && read ? estimate / read : 0;
   put($("ttft-estimate"), estimate !== null
-    ? `with reuse ${seconds(read)}, estimate without ${seconds(estimate)}${times >= 1.05 ? ` (${times.toFixed(1)}×)` : ""}`
+    ? `reusing ${seconds(read)}; without, est. ${seconds(estimate)}`
     : figures.outcomes.hit || figures.outcomes.partial ? "estimate without reuse: learning" : "nothing reused yet");
 
   const { hit, partial, miss } = figures.outcomes;
   const returning = hit + partial + miss - figures.news;
   put($("hits"), returning ? percent(hit, returning) : "–");
   fill($("hits-bar"), [["reused", hit], ["cached", partial], ["recomputed", miss - figures.news]], returning);
-  put($("hits-counts"), `${OUTCOMES.hit} ${count(hit)} hit, ${OUTCOMES.partial} ${count(partial)} partial, ${OUTCOMES.miss} ${count(miss)} miss`
-    + (figures.news ? `, of them ${count(figures.news)} new` : ""));
+  put($("hits-counts"), `${tokens(hit)} hit, ${tokens(partial)} partial, ${tokens(miss - figures.news)} miss; ${tokens(figures.news)} new`);
 
   put($("running"), count(figures.running));
   put($("running-hops"), `${count(figures.prefilling)} at prefill, ${count(figures.running - figures.prefilling)} at decode`);
   const spanned = Math.max(now - figures.first, 1);
-  const rate = figures.requests ? `${tokens(Math.round((60 * figures.requests) / Math.max(spanned, 10)))} a minute` : "";
-  put($("running-rate"), [rate, figures.failed && `${count(figures.failed)} failed`, generated && `${tokens(generated)} tokens generated`].filter(Boolean).join(", "));
-  $("running-rate").classList.toggle("bad", figures.failed > 0);
+  const perMinute = (number) => tokens(Math.round((60 * number) / Math.max(spanned, 10)));
+  put($("running-rate"), [
+    figures.requests && `${perMinute(figures.requests)} requests`, generated && `${perMinute(generated)} tokens out`,
+  ].filter(Boolean).join(", ") + (figures.requests ? " a minute" : ""));
+  put($("running-failed"), figures.failed ? `× ${plural(figures.failed, "request", "requests")} failed` : "");
 }
 
 /** A sentence for those who do not see the page. */
@@ -96,7 +98,9 @@ function drawEngines(engines, pinBudget) {
   for (const role of ["prefill", "decode"]) {
     let body = table.querySelector(`[data-role=${role}]`);
     if (!body) {
-      body = element("tbody", { "data-role": role }, element("tr", {}, element("th", { scope: "rowgroup", colspan: "4", text: role === "prefill" ? "Prefill" : "Decode" })));
+      body = element("tbody", { "data-role": role }, element("tr", {}, 
+        element("th", { scope: "rowgroup", text: role === "prefill" ? "Prefill" : "Decode" }),
+        element("td", { class: "number small", colspan: "3", text: role === "prefill" ? "blocks until decode has read them" : "share of the pin budget" })));
       table.append(body);
     }
     const mine = engines.filter((engine) => engine.role === role);
@@ -121,7 +125,7 @@ function drawEngines(engines, pinBudget) {
       const isOver = role === "decode" && engine.pinned_blocks > budget;
       const isKnown = engine.capacity_blocks > 0;
       put(held.firstChild, !isKnown ? "–" : role === "decode" && budget
-        ? `${percent(engine.pinned_blocks, budget)} of budget` : plural(engine.pinned_blocks, "block", "blocks"));
+        ? percent(engine.pinned_blocks, budget) : tokens(engine.pinned_blocks));
       fill(held.lastChild, [[isOver ? "recomputed" : "reused", engine.pinned_blocks]], engine.capacity_blocks);
       held.lastChild.classList.toggle("budget", role === "decode" && isKnown);
       held.lastChild.style.setProperty("--budget", `${100 * pinBudget}%`);
@@ -137,7 +141,7 @@ function drawEngines(engines, pinBudget) {
   put($("held"), budget ? percent(pinned, budget) : "–");
   fill($("held-bar"), [["reused", pinned]], budget);
   put($("held-counts"), capacity
-    ? `${tokens(pinned)} blocks held, ${tokens(Math.round(budget))} may be, of ${tokens(capacity)}`
+    ? `${tokens(pinned)} of ${tokens(Math.round(budget))} blocks`
     : "no decode engine has said what it has");
 }
 

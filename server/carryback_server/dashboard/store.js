@@ -105,7 +105,7 @@ class Store {
   /** Figures over the steps that began at or after a time. */
   figures(since) {
     const found = {
-      requests: 0, failed: 0, running: 0, prefilling: 0, first: since || Infinity,
+      requests: 0, failed: 0, running: 0, prefilling: 0, first: Infinity,
       tokens: { reused: 0, cached: 0, recomputed: 0, generated: 0 },
       outcomes: { hit: 0, partial: 0, miss: 0 }, news: 0, reasons: new Map(),
       ttfts: [], reusedTtfts: [], estimates: [],
