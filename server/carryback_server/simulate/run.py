@@ -27,7 +27,7 @@ from carryback_server.hold import Holding
 from carryback_server.metrics import Metrics
 from carryback_server.placement import decode_engine, less_loaded
 from carryback_server.simulate.agents import Agent, Step
-from carryback_server.simulate.engine import DecodeEngine, Job, Offer, PrefillEngine
+from carryback_server.simulate.engine import READ_GRACE_S, DecodeEngine, Job, Offer, PrefillEngine
 from carryback_server.simulate.loop import VirtualLoop
 from carryback_server.simulate.profile import Profile
 from carryback_server.state import Conversation, Record, make_state
@@ -283,6 +283,8 @@ class Simulation:
                 group.create_task(self._work(agent))
         sampling.cancel()
         await self.holding.stop()
+        # What was not let go of, engines let go of by themselves.
+        await self._loop.sleep(self._config.hold_s + READ_GRACE_S + 1)
 
     async def _work(self, agent: Agent) -> None:
         loop, end_s = self._loop, self._scenario.duration_s
