@@ -176,6 +176,8 @@ class RouterConfig(BaseModel, extra="forbid"):
     "From sending a request to a decode engine until the first byte of its answer."
     idle_timeout_s: float = Field(300.0, gt=0)
     "Between two bytes of an answer."
+    admit_early: bool = True
+    "Send a request to its decode engine while its prompt is still computed, to be taken in and wait there."
     probe_interval_s: float = Field(1.0, gt=0)
     "Between two health probes of an engine."
     probe_timeout_s: float = Field(10.0, gt=0)

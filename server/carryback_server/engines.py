@@ -158,6 +158,8 @@ class Engine:
         in_flight: requests at the engine now.
         pinned: KV blocks that it holds for absent readers, for all routers, as it says.
         capacity: KV blocks that it has; 0 until it said so.
+        takes_go: requests can be sent to it to wait for a `Go`.
+        say: sends a frame to it over the connection on which its events come, if there is one.
     """
 
     def __init__(
@@ -183,6 +185,8 @@ class Engine:
         self._metrics = metrics
         self._gauges = metrics.engine(site.role, site.name)
         self._may_eject = may_eject
+        self.takes_go = False
+        self.say: Callable[[bytes], None] | None = None
         self._last_event = -math.inf
         self._seq = 0
         self._failed_probes = 0
@@ -296,6 +300,15 @@ class Engine:
             raise ApiError(502, "the engine did not answer", code="engine_failed") from error
         return reply.status, reply.content_type, content
 
+    def go(self, key: str, params: bytes) -> None:
+        """Tell a request that waits here how it goes on.
+
+        Args:
+            params: its `kv_transfer_params`, JSON.
+        """
+        if self.say is not None:
+            self.say(events.encode_go(events.Go(key, params)))
+
     async def release(self, request_ids: list[str]) -> bool:
         """Make the engine let go of what it holds for these requests; whether it was told."""
         return await self._tell({"carryback_release": request_ids})
@@ -394,6 +407,7 @@ class Engine:
         if is_new:
             self.run = event.engine
             self.pinned = 0
+            self.takes_go = False
             self.ejection.reset()
         elif now - self._last_event >= HELLO_LOST_S:
             # Between two events that arrive, other routers' are published, whose number says nothing.
@@ -402,10 +416,11 @@ class Engine:
             self._metrics.engine_events_missed.labels(self.role, self.name).inc(max(published, 0))
         self._last_event = now
         self._seq = event.seq
-        if not isinstance(event, events.Declined):
+        if not isinstance(event, events.Declined | events.Prefilled):
             self.pinned = event.pinned
         if isinstance(event, events.Hello):
             self.capacity = event.capacity
+            self.takes_go = event.takes_go
         return is_new
 
     def close(self) -> None:

@@ -188,7 +188,7 @@ class Holding:
 
     # -- hold
 
-    def on_event(self, engine: Engine, event: events.Held | events.Released | events.Declined) -> None:
+    def on_event(self, engine: Engine, event: events.Told) -> None:
         """An engine says what it did with a request of this router."""
         if isinstance(event, events.Declined):
             self._metrics.declined.labels(event.reason).inc()
@@ -196,7 +196,7 @@ class Holding:
             if (pin := self.pins.released(event.key, engine)) is not None:
                 self._give_up(pin, "expired" if event.reason == "expired" else "released")
             self.pins.enforce(engine)
-        else:
+        elif isinstance(event, events.Held):
             flight = self._flights.get(event.key)
             if flight is None or flight.is_held:
                 self.release(engine, event.request)

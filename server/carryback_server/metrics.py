@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 from dataclasses import dataclass, fields
 from importlib.metadata import version
 from typing import TypeVar
@@ -26,6 +27,7 @@ from prometheus_client import (
 )
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.multiprocess import MultiProcessCollector
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from carryback_server.access_log import Entry
 
@@ -353,7 +355,13 @@ class Metrics:
             return generate_latest(self.registry)
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        return generate_latest(registry)
+        retrying = Retrying(
+            stop=stop_after_attempt(5),
+            wait=wait_fixed(0.05),
+            retry=retry_if_exception_type(struct.error),  # a worker that starts has made an empty file
+            reraise=True,
+        )
+        return retrying(generate_latest, registry)
 
     def _of_engines(self) -> tuple[Gauge, ...]:
         """In the order of `EngineMetrics`."""

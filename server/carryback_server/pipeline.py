@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -17,13 +17,14 @@ import msgspec
 from aiohttp import web
 from carryback import wire
 from carryback.identity import Identifier
-from carryback.wire import Reuse, Work
+from carryback.wire import Reuse, Work, events
 
 from carryback_server.access_log import AccessLog, Entry
 from carryback_server.body import Body
 from carryback_server.chains import Chain, Chains
 from carryback_server.config import RouterConfig
 from carryback_server.costs import Costs
+from carryback_server.decoding import Decoding
 from carryback_server.endpoints import ENDPOINTS, Endpoint, Responses
 from carryback_server.engines import Engine, EngineDown, Visit
 from carryback_server.errors import ApiError
@@ -137,6 +138,8 @@ class Pipeline:
         self._identifier = Identifier(config.identity_capacity)
         self._estimate = TokenEstimate()
         self.costs = Costs()
+        # What prefill engines are to say in events, by the requests' keys.
+        self._told: dict[str, asyncio.Future[bytes]] = {}
         self.live = Live(self.costs.saved_s)
         self.tenants = tenants
         self._tracer = make_tracer(config, metrics)
@@ -154,7 +157,7 @@ class Pipeline:
             config,
             metrics,
             router_id=self._router_id,
-            on_event=self.holding.on_event,
+            on_event=self._on_event,
             on_lost=self.holding.lost,
         )
 
@@ -229,12 +232,13 @@ class Pipeline:
             of_tenant = self._metrics.in_flight_of(tenant.name)
             of_tenant.inc()
             prefilled = Prefilled(Reuse("miss", 0, trip.alone))
-            record = None
+            record = decoding = None
             try:
                 if not trip.alone:
                     with trip.trace.step("recall") as step:
                         record = await self._recall(trip)
                         step.set(found=record is not None)
+                    decoding = self._admit_early(trip)
                     prefilled = await self._prefill(trip, record)
                 trip.entry.reuse = prefilled.reuse
                 trip.headers[wire.CARRYBACK_REUSE] = trip.conversation.reuse = prefilled.reuse.header()
@@ -242,11 +246,13 @@ class Pipeline:
                 self.live.changed(trip.step)
                 if self._explanations.is_on and trip.conversation.id:
                     self._keep(trip, record, prefilled.reuse)
-                return await self._decode(trip, prefilled)
+                return await self._decode(trip, prefilled, decoding)
             except Refused as refused:
                 headers = {**trip.headers, "Content-Type": refused.content_type}
                 return web.Response(status=refused.status, body=refused.body, headers=headers)
             finally:
+                if decoding is not None:
+                    decoding.leave()
                 if prefilled.engine is not None and prefilled.is_over:
                     self.holding.release(prefilled.engine, prefilled.params.get("remote_request_id"))
                 of_tenant.dec()
@@ -447,6 +453,7 @@ class Pipeline:
                 "do_remote_decode": True,
                 "do_remote_prefill": False,
                 "carryback_key": key,
+                "carryback_tell": engine.is_heard,
                 "hold_s": self._config.prefill_lease_s,
             }
             # A record is offered once: after a failure nobody knows whether it was read.
@@ -533,86 +540,162 @@ class Pipeline:
         with engine.busy(tokens):
             try:
                 async with engine.within(timeout_s):
-                    reply = await engine.post(path, data, request_id=key, headers=headers)
-                    content = await reply.read()
+                    status, content_type, content = await self._first_word(engine, path, data, key, headers)
             finally:
                 trip.entry.prefill_s += time.monotonic() - sent
-            if reply.status in KEY_REFUSED:
-                raise EngineDown(engine, KEY_REFUSED[reply.status], is_over=True)
-            if reply.status != 200 and not 400 <= reply.status < 500:
+            if status in KEY_REFUSED:
+                raise EngineDown(engine, KEY_REFUSED[status], is_over=True)
+            if status != 200 and not 400 <= status < 500:
                 said = content[:500].decode(errors="replace")
-                raise EngineDown(engine, f"status {reply.status}", is_over=True, said=said)
-        if reply.status != 200:
-            raise Refused(reply.status, reply.content_type, content)
+                raise EngineDown(engine, f"status {status}", is_over=True, said=said)
+        if status != 200:
+            raise Refused(status, content_type, content)
         try:
             answer = msgspec.json.decode(content, type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise EngineDown(engine, "an answer that is not JSON") from error
         return answer
 
+    async def _first_word(
+        self, engine: Engine, path: str, data: bytes, key: str, headers: Mapping[str, str]
+    ) -> tuple[int, str, bytes]:
+        """A prefill engine's answer, or what its event says of it, if that is sooner: status, type, body.
+
+        Raises:
+            UpstreamError: it broke off.
+        """
+
+        async def exchange() -> tuple[int, str, bytes]:
+            reply = await engine.post(path, data, request_id=key, headers=headers)
+            return reply.status, reply.content_type, await reply.read()
+
+        answered = asyncio.create_task(exchange())
+        told = self._told[key] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait((answered, told), return_when=asyncio.FIRST_COMPLETED)
+            if not told.done():
+                return answered.result()
+            # Its answer says the same, and comes now; then the connection can be used again.
+            self.holding.spawn(_finished(answered, self._config.probe_timeout_s))
+            return 200, "application/json", b'{"kv_transfer_params":%b}' % told.result()
+        finally:
+            del self._told[key]
+            if not told.done():
+                answered.cancel()
+
+    def _on_event(self, engine: Engine, event: events.Told) -> None:
+        if isinstance(event, events.Prefilled):
+            if (told := self._told.get(event.key)) is not None and not told.done():
+                told.set_result(event.params)
+            return
+        if isinstance(event, events.Held):
+            self.live.generated(event.key, event.generated)
+        self.holding.on_event(engine, event)
+
     # -- decode
 
-    async def _decode(self, trip: Trip, prefilled: Prefilled) -> web.StreamResponse:
-        params, holder = prefilled.params, trip.holder
+    def _admit_early(self, trip: Trip) -> Decoding | None:
+        """Send a request to its decode engine while its prompt is yet to be computed, if both can do that."""
+        if not self._config.admit_early or not self.pool.of("prefill"):
+            return None
+        engine = self._decode_engine(trip.holder)
+        if engine is None or not (engine.takes_go and engine.is_heard):
+            return None
+        wait = {"carryback_await": self._config.prefill_timeout_s}
+        return self._admit(trip, engine, wait, self._estimate.tokens(trip.body.size), is_waiting=True)
+
+    def _admit(
+        self, trip: Trip, engine: Engine, params: Mapping[str, Any], tokens: int, *, is_waiting: bool = False
+    ) -> Decoding:
+        key = self._key()
+        hold_s = trip.hold_s if engine.is_heard else 0
+        if hold_s > 0:
+            self.holding.expect(key, trip.conversation, trip.trace, is_first=trip.who.is_guess)
+        step = trip.trace.step("decode")
+        step.engine(engine.name, engine.site.url)
+        params = {**params, "carryback_key": key, "hold_s": hold_s}
+        return Decoding(
+            engine,
+            key,
+            step,
+            self._begin(engine, trip, params, key, step.headers()),
+            tokens=tokens,
+            is_waiting=is_waiting,
+            over=lambda: self.holding.land(key, None),
+        )
+
+    def _decode_engine(self, holder: Engine | None, but: Collection[Engine] = ()) -> Engine | None:
+        return decode_engine(
+            self.pool.of("decode"),
+            holder,
+            overload_factor=self._config.overload_factor,
+            slack_tokens=self._config.overload_slack_tokens,
+            but=but,
+        )
+
+    async def _decode(
+        self, trip: Trip, prefilled: Prefilled, decoding: Decoding | None
+    ) -> web.StreamResponse:
+        """The decode hop.
+
+        Args:
+            decoding: the request where it waits for this, if it does.
+        """
+        params, holder, entry = prefilled.params, trip.holder, trip.entry
         tokens = prefilled.reuse.prompt_tokens or self._estimate.tokens(trip.body.size)
         tried: list[Engine] = []
         while True:
-            engine = decode_engine(
-                self.pool.of("decode"),
-                holder,
-                overload_factor=self._config.overload_factor,
-                slack_tokens=self._config.overload_slack_tokens,
-                but=tried,
-            )
-            if engine is None and tried and tried[-1].is_up:
-                engine = tried[-1]
-            if engine is None:
-                raise ApiError(503, "no decode engine is up", code="no_engine")
+            if decoding is None:
+                engine = self._decode_engine(holder, tried)
+                if engine is None and tried and tried[-1].is_up:
+                    engine = tried[-1]
+                if engine is None:
+                    raise ApiError(503, "no decode engine is up", code="no_engine")
+                decoding = self._admit(trip, engine, params, tokens)
+            engine, key = decoding.engine, decoding.key
             tried.append(engine)
-            key = self._key()
+            entry.decode_engine = engine.name
             self.live.decoding(trip.step, key)
             if trip.kept is not None:
                 trip.kept.key, trip.kept.decode_engine = key, engine.name
-            hold_s = trip.hold_s if engine.is_heard else 0
-            data = trip.endpoint.for_decode(trip.body, {**params, "carryback_key": key, "hold_s": hold_s})
-            if params:
+            # One that broke off while it waited has not seen the transfer: it is still there to be read.
+            is_unseen = decoding.is_waiting and decoding.has_begun
+            if decoding.is_waiting and not is_unseen:
+                decoding.visit.update(tokens)
+                decoding.go(params)
+            if params and not is_unseen:
                 prefilled.is_over = False
-            if hold_s > 0:
-                self.holding.expect(key, trip.conversation, trip.trace, is_first=trip.who.is_guess)
             try:
-                with engine.busy(tokens) as visit, trip.trace.step("decode") as step:
-                    step.engine(engine.name, engine.site.url)
-                    answer = await self._begin(engine, trip, data, key, step.headers())
-                    try:
-                        if answer.status in KEY_REFUSED:
-                            raise EngineDown(engine, KEY_REFUSED[answer.status], is_over=True)
-                        # Nothing has been sent: once more, and without the transfer, which may be at fault.
-                        if answer.has_failed and len(tried) == 1:
-                            message = f"failed before its first token (status {answer.status})"
-                            raise EngineDown(engine, message, is_over=True, said=_excerpt(answer))
-                        if answer.status >= 400:
-                            prefilled.is_over = True
-                        elif not answer.has_failed:
-                            trip.entry.ttft_s = time.monotonic() - trip.started
-                            self._metrics.observe_first_byte(trip.entry)
-                            self.live.changed(trip.step)
-                        return await self._relay(trip, key, answer, visit)
-                    finally:
-                        answer.reply.close()
+                with decoding:
+                    answer = await self._answer(decoding, trip)
+                    if answer.status in KEY_REFUSED:
+                        raise EngineDown(engine, KEY_REFUSED[answer.status], is_over=True)
+                    # Nothing has been sent: once more, and without the transfer, which may be at fault.
+                    if answer.has_failed and len(tried) == 1:
+                        message = f"failed before its first token (status {answer.status})"
+                        raise EngineDown(engine, message, is_over=True, said=_excerpt(answer))
+                    if answer.status >= 400:
+                        prefilled.is_over = True
+                    elif not answer.has_failed:
+                        entry.ttft_s = time.monotonic() - trip.started
+                        self._metrics.observe_first_byte(entry)
+                        self.live.changed(trip.step)
+                    return await self._relay(trip, key, answer, decoding.visit)
             except EngineDown as error:
                 logger.warning("decode: %s", error)
-                trip.entry.retries += 1
+                entry.retries += 1
                 self._metrics.retries.labels("decode", "timeout" if error.is_timeout else "down").inc()
-                step.event("retry", reason="timeout" if error.is_timeout else "down")
+                decoding.step.event("retry", reason="timeout" if error.is_timeout else "down")
                 if error.is_timeout:
                     raise ApiError(504, error.reason, code="engine_timeout") from error
                 if len(tried) > 1:
                     raise ApiError(502, error.reason, code="engine_failed") from error
-                if params:
-                    prefilled.is_over = error.is_over
-                params, holder = {}, None
-            finally:
-                self.holding.land(key, None)
+                if not is_unseen:
+                    if params:
+                        prefilled.is_over = error.is_over
+                    params = {}
+                holder = None
+            decoding = None
 
     def _keep(self, trip: Trip, record: Record | None, reuse: Reuse) -> None:
         trip.kept = Kept(
@@ -628,15 +711,21 @@ class Pipeline:
         self._explanations.begin(trip.kept, record)
 
     async def _begin(
-        self, engine: Engine, trip: Trip, data: bytes, key: str, headers: Mapping[str, str]
+        self, engine: Engine, trip: Trip, params: Mapping[str, Any], key: str, headers: Mapping[str, str]
     ) -> Answer:
-        path, timeout_s = trip.request.path, self._config.first_byte_timeout_s
-        trip.entry.decode_engine = engine.name
+        """Send a request to a decode engine; its answer, begun.
+
+        Raises:
+            UpstreamError: it broke off.
+        """
+        data = trip.endpoint.for_decode(trip.body, params)
+        reply = await engine.post(trip.request.path, data, request_id=key, headers=headers)
+        return await begin(reply, trip.endpoint)
+
+    async def _answer(self, decoding: Decoding, trip: Trip) -> Answer:
         sent = time.monotonic()
         try:
-            async with engine.within(timeout_s):
-                reply = await engine.post(path, data, request_id=key, headers=headers)
-                return await begin(reply, trip.endpoint)
+            return await decoding.answer(self._config.first_byte_timeout_s)
         finally:
             trip.entry.decode_wait_s += time.monotonic() - sent
 
@@ -718,6 +807,13 @@ def _prefilled(answer: dict[str, Any], engine: Engine, had_record: bool, why_non
     if reuse.reason == "no_record" and not had_record:
         reuse = replace(reuse, reason=why_none)
     return Prefilled(reuse, params if params.get("remote_block_ids") else {}, engine, work)
+
+
+async def _finished(answered: asyncio.Task[Any], timeout_s: float) -> None:
+    """Wait for an exchange that nobody needs any more."""
+    with suppress(TimeoutError, OSError):
+        async with asyncio.timeout(timeout_s):
+            await answered
 
 
 def _excerpt(answer: Answer) -> str:

@@ -22,6 +22,8 @@ logger = logging.getLogger("carryback")
 # An engine that is up and not heard for so long is complained of.
 UNHEARD_S = 3.0
 EVENTS_AT_ONCE = 200
+# The first byte of a subscription, sent by hand over XSUB.
+_SUBSCRIBE = b"\x01"
 # Probes for which nothing is left to be done for an engine, until it is forgotten: an event may be on its way.
 PROBES_DONE = 2
 
@@ -31,7 +33,7 @@ class Pool:
 
     Args:
         router_id: the prefix of this router's request keys.
-        on_event: called with each `Held`, `Released` or `Declined` event for this router.
+        on_event: called with each event for this router, which is each but `Hello`.
         on_lost: called when an engine's KV is gone: it stopped, was taken out, or is a new run (whose id is
             given).
     """
@@ -42,7 +44,7 @@ class Pool:
         metrics: Metrics,
         *,
         router_id: str,
-        on_event: Callable[[Engine, events.Held | events.Released | events.Declined], None],
+        on_event: Callable[[Engine, events.Told], None],
         on_lost: Callable[[Engine, str | None], None],
     ) -> None:
         self._config = config
@@ -202,26 +204,30 @@ class Pool:
             engine.close()
 
     async def _listen(self, engine: Engine) -> None:
-        with self._context.socket(zmq.SUB) as subscriber:
+        # As SUB, but that we can send too.
+        with self._context.socket(zmq.XSUB) as subscriber:
             subscriber.setsockopt(zmq.LINGER, 0)
             subscriber.setsockopt(zmq.IPV6, 1)
             subscriber.setsockopt(zmq.RCVHWM, 0)
+            subscriber.setsockopt(zmq.SNDHWM, 0)
             if self._config.events_key is not None:
                 public, secret = curve.key_pair(self._config.events_key.get_secret_value())
                 subscriber.curve_publickey, subscriber.curve_secretkey = public, secret
                 subscriber.curve_serverkey = public
-            # In this order: once a hello arrives, so does what is for us.
-            subscriber.subscribe(self._router_id.encode())
-            subscriber.subscribe(events.HELLO_TOPIC)
             subscriber.connect(engine.site.events)
+            # In this order: once a hello arrives, so does what is for us.
+            for topic in (self._router_id.encode(), events.HELLO_TOPIC):
+                subscriber.send(_SUBSCRIBE + topic)
             heard = _Hearing(self, engine, subscriber)
             loop = asyncio.get_running_loop()
             descriptor: int = subscriber.FD
             loop.add_reader(descriptor, heard.read)
+            engine.say = heard.say
             try:
                 heard.read()
                 await asyncio.Event().wait()
             finally:
+                engine.say = None
                 loop.remove_reader(descriptor)
 
     def take(self, engine: Engine, event: events.Event) -> None:
@@ -233,7 +239,7 @@ class Pool:
 
 
 class _Hearing:
-    """Reads one engine's events, without a task that waits for each."""
+    """Reads one engine's events, without a task that waits for each, and sends to it."""
 
     def __init__(self, pool: Pool, engine: Engine, subscriber: zmq.Socket[bytes]) -> None:
         self._pool = pool
@@ -248,6 +254,12 @@ class _Hearing:
                 self._take(self._subscriber.recv_multipart(zmq.NOBLOCK)[-1])
         except zmq.Again:
             return
+        asyncio.get_running_loop().call_soon(self._read_on)
+
+    def say(self, frame: bytes) -> None:
+        """Send a frame; never waits."""
+        self._subscriber.send(frame, zmq.NOBLOCK)
+        # Sending may take the descriptor's sign that something has come.
         asyncio.get_running_loop().call_soon(self._read_on)
 
     def _read_on(self) -> None:

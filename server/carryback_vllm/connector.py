@@ -13,6 +13,10 @@ What it adds to `NixlPullConnector`, on both engines alike:
   published as an event and is not in the response.
 - `kv_transfer_params["carryback_threshold"]`: tokens below which this request's KV is computed rather than
   read, in place of the engine's `kv_recompute_threshold`.
+- `kv_transfer_params["carryback_await"]`: seconds for which the request waits, before it is scheduled, for a
+  router to say how it goes on (`carryback.wire.events.Go`); then it goes on by itself.
+- `kv_transfer_params["carryback_tell"]`: true: a prefill engine says in an event that it is done, before its
+  answer has left.
 - `kv_transfer_params["carryback_release"]`: a list of engine request ids whose blocks are let go of now.
 - `kv_transfer_params["carryback_withdraw"]`: true, beside a record: whatever request came or comes with
   this record does not read it, and the engine that holds the blocks is told so.
@@ -28,6 +32,7 @@ import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +152,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         # How many pins hold a block. Requests with a common prefix may share blocks, which count once.
         self._pinned: Counter[int] = Counter()
         self._asked: set[str] = set()
+        # Requests that wait to be told how to go on, and until when.
+        self._waiting: dict[str, float] = {}
         self._threshold: int = self.kv_recompute_threshold
         # All tokens that this engine has scheduled, of whichever request.
         self._scheduled = 0
@@ -189,6 +196,9 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         params = request.kv_transfer_params
         if params is not None:
             self._release(params.pop("carryback_release", ()))
+            wait_s = params.pop("carryback_await", None)
+            if isinstance(wait_s, int | float) and self._publisher is not None:
+                self._waiting[request.request_id] = time.perf_counter() + wait_s
             if not self._sealer.is_authentic(params):
                 if params.get("do_remote_prefill") and params.get("remote_block_ids"):
                     self._declined(params, "unverified")
@@ -232,10 +242,14 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
 
     # -- what may it read?
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         params = request.kv_transfer_params
         if params is None:
             return 0, False
+        if request.request_id in self._waiting and not self._may_go_on(request, params):
+            return None, False
         match = self._matches.get(request.request_id)
         if match is None:
             match = self._matches[request.request_id] = self._match(request, params)
@@ -252,6 +266,18 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             match.reason = "local_cache" if local else "below_threshold"
             match.whole = match.whole and local
         return count, load_async
+
+    def _may_go_on(self, request: Request, params: dict[str, Any]) -> bool:
+        """Whether a waiting request was told how to go on, or has waited long enough."""
+        assert self._publisher is not None
+        told = self._publisher.told(str(params.get("carryback_key")))
+        if told is None and time.perf_counter() < self._waiting[request.request_id]:
+            return False
+        del self._waiting[request.request_id]
+        with suppress(msgspec.DecodeError):  # else it computes its prompt itself
+            params.update({**msgspec.json.decode(told or b"{}", type=dict[str, Any]), **params})
+        self.on_new_request(request)
+        return True
 
     def _match(self, request: Request, params: dict[str, Any]) -> _Match:
         """Compare the record with the prompt, and cut it to the blocks that are the prompt's."""
@@ -351,6 +377,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
 
     def request_finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         match = self._matches.pop(request.request_id, None)
+        self._waiting.pop(request.request_id, None)
         params = request.kv_transfer_params
         if params is not None and (record_id := params.pop("_carryback_reads", None)):
             del self._readers[record_id]
@@ -388,6 +415,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
                 self._reqs_not_processed.add(request.request_id)
             hold, hold_s = False, 0.0
             _forget_remote(record)
+        key = params.get("carryback_key")
         if is_prefill:
             record["carryback_reuse"] = _report(request, match)
             if match is not None and match.began:
@@ -396,8 +424,9 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
                     "compute_s": time.perf_counter() - match.began,
                     "computed": self._scheduled - match.scheduled,
                 }
+            if params.get("carryback_tell") and isinstance(key, str) and self._publisher is not None:
+                self._publisher.prefilled(key, msgspec.json.encode(record))
             return hold, record
-        key = params.get("carryback_key")
         if not isinstance(key, str) or self._publisher is None:
             return hold, record
         if hold:

@@ -1,20 +1,38 @@
-"""Publishes what this engine holds, over ZMQ PUB (see `carryback.wire.events`)."""
+"""Publishes what this engine holds, over ZMQ XPUB (see `carryback.wire.events`)."""
 
 from __future__ import annotations
 
 import hmac
+import logging
+import math
 import queue
 import threading
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import zmq
 from carryback.wire.curve import key_pair
-from carryback.wire.events import Declined, Event, Held, Hello, Released, ReleaseReason, encode
+from carryback.wire.events import (
+    Declined,
+    Event,
+    Held,
+    Hello,
+    Prefilled,
+    Released,
+    ReleaseReason,
+    decode_go,
+    encode,
+)
 from zmq.auth.thread import ThreadAuthenticator
 
 KEY_VARIABLE = "CARRYBACK_EVENTS_KEY"
 HELLO_INTERVAL_S = 0.5
+# Told by routers, and not taken yet by the requests that it is for: those may still be on their way.
+MAX_TOLD_BYTES = 64 * 1024 * 1024
+MAX_TOLD = 10_000
+
+logger = logging.getLogger("vllm.carryback")
 
 
 @dataclass(frozen=True)
@@ -33,7 +51,8 @@ class _OnlyKey:
 
 
 class Publisher:
-    """Sends events from a thread of its own, so that the scheduler never waits for a socket.
+    """Sends events from a thread of its own, so that the scheduler never waits for a socket; the same thread
+    takes in what routers tell waiting requests.
 
     Args:
         address: where to bind, e.g. `tcp://127.0.0.1:5701`.
@@ -53,12 +72,21 @@ class Publisher:
         self.pinned = 0
         self._capacity = capacity
         self._seq = 0
+        self._complaint = ""
+        # By the requests' keys, the latest last; None once it was taken, since routers say it again.
+        self._told: OrderedDict[str, bytes | None] = OrderedDict()
+        self._told_bytes = 0
+        self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Event | _Stop] = queue.SimpleQueue()
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PUB)
+        self._wake, self._woken = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._woken.bind("inproc://wake")
+        self._wake.connect("inproc://wake")
+        self._socket = self._context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_TOLD_BYTES // 8)
         # CURVE alone lets in whoever knows the server's public key; the authenticator asks for the secret's.
         self._authenticator = ThreadAuthenticator(self._context) if secret else None
         try:
@@ -71,7 +99,7 @@ class Publisher:
                 self._socket.curve_server = True
             self._socket.bind(address)
         except zmq.ZMQError as error:
-            self._close_socket()
+            self._close_sockets()
             raise RuntimeError(
                 f"carryback: cannot publish events on {address} ({error}); set carryback_events in "
                 "kv_connector_extra_config to a free address"
@@ -91,7 +119,7 @@ class Publisher:
         generated: int,
     ) -> None:
         """Announce a finished request's KV; arguments as in `wire.events.Held`."""
-        self._queue.put(
+        self._put(
             Held(
                 self.engine, self._next(), key, request, tokens, blocks, hold_s, record, digests,
                 self.pinned, generated,
@@ -100,16 +128,35 @@ class Publisher:
 
     def released(self, key: str, reason: ReleaseReason) -> None:
         """Take an announcement back."""
-        self._queue.put(Released(self.engine, self._next(), key, reason, self.pinned))
+        self._put(Released(self.engine, self._next(), key, reason, self.pinned))
 
     def declined(self, key: str, reason: str) -> None:
         """Say that this engine computed a prompt itself instead of reading its KV."""
-        self._queue.put(Declined(self.engine, self._next(), key, reason))
+        self._put(Declined(self.engine, self._next(), key, reason))
+
+    def prefilled(self, key: str, params: bytes) -> None:
+        """Say that a prompt has its first token; arguments as in `wire.events.Prefilled`."""
+        self._put(Prefilled(self.engine, self._next(), key, params))
+
+    def told(self, key: str) -> bytes | None:
+        """What a router has told the waiting request with this key, once; None if it has not."""
+        if key not in self._told:
+            return None
+        with self._lock:
+            params = self._told.get(key)
+            if params is not None:
+                self._told[key] = None
+                self._told_bytes -= len(params)
+            return params
 
     def close(self) -> None:
         """End the thread and close the socket."""
-        self._queue.put(_Stop())
+        self._put(_Stop())
         self._thread.join(timeout=5)
+
+    def _put(self, event: Event | _Stop) -> None:
+        self._queue.put(event)
+        self._wake.send(b"", zmq.NOBLOCK)
 
     def _next(self) -> int:
         self._seq += 1
@@ -118,25 +165,52 @@ class Publisher:
     def _run(self) -> None:
         sent = 0
         hello_due = time.monotonic()
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
         while True:
             # However many events there are: a router hears only those for it, and this.
             wait = hello_due - time.monotonic()
             if wait <= 0:
-                self._socket.send_multipart(encode(Hello(self.engine, sent, self.pinned, self._capacity)))
+                hello = Hello(self.engine, sent, self.pinned, self._capacity, takes_go=True)
+                self._socket.send_multipart(encode(hello))
                 hello_due = time.monotonic() + HELLO_INTERVAL_S
                 continue
-            try:
-                event = self._queue.get(timeout=wait)
-            except queue.Empty:
+            ready = dict(poller.poll(math.ceil(wait * 1000)))
+            if self._socket in ready:
+                self._hear(self._socket.recv())
+            if self._woken not in ready:
                 continue
+            self._woken.recv()
+            event = self._queue.get()
             if isinstance(event, _Stop):
                 break
             self._socket.send_multipart(encode(event))
             sent = event.seq
-        self._close_socket()
+        self._close_sockets()
 
-    def _close_socket(self) -> None:
-        self._socket.close()
+    def _hear(self, frame: bytes) -> None:
+        """A subscriber has sent something."""
+        try:
+            go = decode_go(frame)
+        except ValueError as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                logger.error("carryback: from a router: %s", error)
+            return
+        if go is None:
+            return
+        with self._lock:
+            if go.key in self._told:
+                return
+            self._told[go.key] = go.params
+            self._told_bytes += len(go.params)
+            while self._told_bytes > MAX_TOLD_BYTES or len(self._told) > MAX_TOLD:
+                self._told_bytes -= len(self._told.popitem(last=False)[1] or b"")
+
+    def _close_sockets(self) -> None:
+        for socket in (self._socket, self._wake, self._woken):
+            socket.close(linger=0)
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()

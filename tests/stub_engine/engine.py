@@ -500,6 +500,7 @@ class StubEngine:
                 if fault.drop != "":
                     return
                 params = [rank.finish(job, each) for job, each in zip(ask.jobs, answers, strict=True)]
+                await asyncio.sleep(fault.answer_delay_s)
                 connection.respond(200, dump(ask.shape.whole(answers, params[0])).encode())
         except (LoadFailed, Failed) as error:
             message = str(error) or "Internal server error"

@@ -20,6 +20,7 @@ class Fault:
         status_delay_s: before the status.
         first_delay_s: between the status and the first event.
         chunk_delay_s: before each further event.
+        answer_delay_s: of an answer that is not streamed: before it leaves, when the engine is done with it.
         hang: no status, ever.
         status: an error of this status, with `error` as its body if given, else one in vLLM's shape.
         drop: the connection breaks off: before the status, after the status and before the first byte, or
@@ -43,6 +44,7 @@ class Fault:
     status_delay_s: float = 0.0
     first_delay_s: float = 0.0
     chunk_delay_s: float = 0.0
+    answer_delay_s: float = 0.0
     hang: bool = False
     status: int = 0
     error: str | None = None

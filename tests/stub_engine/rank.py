@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from carryback.wire.events import Declined, Held, Released, ReleaseReason
+from carryback.wire.events import Declined, Held, Prefilled, Released, ReleaseReason
 from carryback_vllm.seal import SEALED_FIELDS, Sealer
 
 from stub_engine import side_channel
@@ -96,6 +96,7 @@ class Job:
         held: `never`: no `Held` event; `lost`: sent, and lost on the way; else after so many seconds.
         blocks: that it has.
         reuse: what a prefill reused, and why not more.
+        work: how long it took.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Job:
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     reuse: dict[str, Any] = field(default_factory=dict)
+    work: dict[str, Any] = field(default_factory=dict)
     is_processed: bool = False
     is_over: bool = False
     refused: str = "no_record"
@@ -184,14 +186,32 @@ class Rank:
         """
         self.running.add(job.name)
         job.hashes = block_hashes(job.prompt.tokens, job.salt)
+        await self._wait(job)
         self._arrive(job)
         job.blocks = await self.pool.take(size)
+        began = time.perf_counter()
         known = await self._load(job)
+        read = time.perf_counter()
         kv = compute_kv(job.prompt.tokens, known)
+        job.work = {
+            "read_s": read - began if job.reuse["tokens"] else 0.0,
+            "compute_s": time.perf_counter() - read,
+            "computed": job.reuse["recomputed"],
+        }
         if kv != compute_kv(job.prompt.tokens):
             self._log.violation(f"{job.name} read KV that is not its prompt's")
         self._fill(job, kv)
         return [self.pool.kv[block] for block in job.blocks[: len(kv)]]
+
+    async def _wait(self, job: Job) -> None:
+        """A request that was sent early waits to be told how it goes on."""
+        params = job.kv_transfer
+        if not params or not self._settings.plugin:
+            return
+        wait_s = params.pop("carryback_await", None)
+        if isinstance(wait_s, int | float):
+            told = await self.publisher.told(params["carryback_key"], wait_s)
+            params.update({**msgspec.json.decode(told), **params})
 
     def reject(self, params: dict[str, Any] | None, name: str) -> None:
         """A request that is refused before it gets here: whose KV it was to read, hears of it."""
@@ -324,7 +344,7 @@ class Rank:
         if usable == 0:
             return 0, False, "too_short"
         blocks = min(common, usable)
-        if 0 < blocks * BLOCK_SIZE < self._settings.threshold:
+        if 0 < blocks * BLOCK_SIZE < params.get("carryback_threshold", self._settings.threshold):
             return 0, False, "below_threshold"
         return blocks, blocks == usable, "verified" if blocks == usable else "history_changed"
 
@@ -412,7 +432,13 @@ class Rank:
         if not settings.plugin:
             return record
         if is_prefill:
-            return {**record, "carryback_reuse": job.reuse}
+            record["carryback_reuse"] = job.reuse
+            record["carryback_work"] = job.work
+            if params.get("carryback_tell") and isinstance(key, str):
+                self.publisher.send(
+                    Prefilled(self.engine, self.publisher.next(), key, msgspec.json.encode(record))
+                )
+            return record
         if not isinstance(key, str):
             return record
         seal = record.get("carryback")
@@ -423,7 +449,7 @@ class Rank:
             lambda seq: Held(
                 self.engine, seq, key, job.name, record.get("remote_num_tokens", 0),
                 used if digests else 0, float(hold_s), msgspec.json.encode(record) if digests else b"",
-                digests, self.pinned,
+                digests, self.pinned, len(answer.tokens),
             ),
         )  # fmt: skip
         return None

@@ -10,7 +10,7 @@ import pytest
 import zmq
 from carryback.wire import events
 from carryback.wire.curve import key_pair
-from carryback_vllm.events import HELLO_INTERVAL_S, Publisher
+from carryback_vllm.events import HELLO_INTERVAL_S, MAX_TOLD_BYTES, Publisher
 
 WITHIN_MS = 20_000
 
@@ -79,18 +79,65 @@ def subscribe(address: str) -> Iterator[Callable[..., Subscriber]]:
 def test_all_that_is_announced_is_heard(address: str, subscribe: Callable[..., Subscriber]) -> None:
     with publisher(address) as engine:
         router = subscribe()
-        assert router.next(events.Hello) == events.Hello("engine", 0, pinned=0, capacity=100)
+        assert router.next(events.Hello) == events.Hello("engine", 0, pinned=0, capacity=100, takes_go=True)
         engine.pinned = 7
-        engine.held("key", "request", 64, 7, 12.5, b'{"a":1}', b"\xff" * 32)
-        expected = events.Held("engine", 1, "key", "request", 64, 7, 12.5, b'{"a":1}', b"\xff" * 32, 7)
+        engine.held("key", "request", 64, 7, 12.5, b'{"a":1}', b"\xff" * 32, 9)
+        expected = events.Held("engine", 1, "key", "request", 64, 7, 12.5, b'{"a":1}', b"\xff" * 32, 7, 9)
         assert router.next(events.Held) == expected
-        assert router.next(events.Hello) == events.Hello("engine", 1, pinned=7, capacity=100)
+        assert router.next(events.Hello) == events.Hello("engine", 1, pinned=7, capacity=100, takes_go=True)
         engine.pinned = 0
         engine.released("key", "read")
         assert router.next(events.Released) == events.Released("engine", 2, "key", "read", 0)
         engine.declined("key", "unverified")
         assert router.next(events.Declined) == events.Declined("engine", 3, "key", "unverified")
-        assert router.next(events.Hello) == events.Hello("engine", 3, pinned=0, capacity=100)
+        engine.prefilled("key", b"{}")
+        assert router.next(events.Prefilled) == events.Prefilled("engine", 4, "key", b"{}")
+        assert router.next(events.Hello) == events.Hello("engine", 4, pinned=0, capacity=100, takes_go=True)
+
+
+def told(engine: Publisher, key: str) -> bytes | None:
+    """What a router told a waiting request, once it is there."""
+    deadline = time.monotonic() + WITHIN_MS / 1000
+    while (params := engine.told(key)) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return params
+
+
+@pytest.mark.parametrize("secret", [None, "right"])
+def test_a_waiting_request_is_told_once_what_a_router_said(address: str, secret: str | None) -> None:
+    with publisher(address, secret) as engine, zmq.Context() as context, context.socket(zmq.XSUB) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        if secret is not None:
+            public, private = key_pair(secret)
+            router.curve_serverkey = router.curve_publickey = public
+            router.curve_secretkey = private
+        router.connect(address)
+        router.send(b"\x01" + events.HELLO_TOPIC)
+        assert router.poll(WITHIN_MS)
+        assert engine.told("a") is None
+        router.send(b"\x02what is this")
+        for _ in range(2):
+            router.send(events.encode_go(events.Go("a", b'{"a":1}')))
+        router.send(events.encode_go(events.Go("b", b"{}")))
+        assert told(engine, "b") == b"{}"
+        assert told(engine, "a") == b'{"a":1}'
+        assert engine.told("a") is None
+        router.send(events.encode_go(events.Go("a", b"again")))
+        router.send(events.encode_go(events.Go("c", b"{}")))
+        assert told(engine, "c") == b"{}"
+        assert engine.told("a") is None
+
+
+def test_what_nobody_takes_does_not_pile_up(address: str) -> None:
+    with publisher(address) as engine, zmq.Context() as context, context.socket(zmq.XSUB) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.SNDHWM, 0)
+        router.connect(address)
+        piece = bytes(MAX_TOLD_BYTES // 10)
+        for number in range(30):
+            router.send(events.encode_go(events.Go(str(number), piece)))
+        assert told(engine, "29") == piece
+        assert [engine.told(str(number)) for number in range(20)] == [None] * 20
 
 
 def test_what_is_held_for_nobody_in_particular_is_in_the_hello(
@@ -102,7 +149,7 @@ def test_what_is_held_for_nobody_in_particular_is_in_the_hello(
         engine.pinned = 5  # as on a prefill engine, which announces nothing
         for _ in range(2):
             heard = router.next(events.Hello)
-        assert heard == events.Hello("engine", 0, pinned=5, capacity=100)
+        assert heard == events.Hello("engine", 0, pinned=5, capacity=100, takes_go=True)
 
 
 def test_one_router_is_heard_of_while_another_is_busy(

@@ -3,13 +3,18 @@
 A message has two frames: the topic, and one version byte followed by a msgpack-encoded event. The
 topic of all others but `Hello` is the key that the router gave the request, so that a router
 subscribes to its own keys; the topic of `Hello` is `hello`.
+
+One message goes the other way, from an XSUB socket to the engine's XPUB: `Go`, in one frame, behind a byte that
+is none of a subscription's.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 VERSION = 2
 HELLO_TOPIC = b"hello"
@@ -25,12 +30,14 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
         seq: number of the last other event that the engine has published.
         pinned: KV blocks that it holds for absent readers now.
         capacity: KV blocks that it has.
+        takes_go: requests can be sent to it to wait for a `Go`.
     """
 
     engine: str
     seq: int
     pinned: int
     capacity: int
+    takes_go: bool = False
 
 
 class Held(msgspec.Struct, tag="held", frozen=True):
@@ -91,10 +98,42 @@ class Declined(msgspec.Struct, tag="declined", frozen=True):
     reason: str
 
 
-Event = Hello | Held | Released | Declined
+class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
+    """A prefill engine has a prompt's first token. It says so here before its answer has left, if it was asked
+    to (`kv_transfer_params["carryback_tell"]`).
+
+    Attributes:
+        params: the answer's `kv_transfer_params`, JSON.
+    """
+
+    engine: str
+    seq: int
+    key: str
+    params: bytes
+
+
+Told = Held | Released | Declined | Prefilled
+Event = Hello | Told
+
+
+class Go(msgspec.Struct, tag="go", frozen=True):
+    """To a decode engine where a request waits (`kv_transfer_params["carryback_await"]`): go on.
+
+    Attributes:
+        key: the router's key of the request.
+        params: the `kv_transfer_params`, JSON, with which it goes on.
+    """
+
+    key: str
+    params: bytes
+
+
+# The first byte of a `Go`; subscriptions have 0 and 1.
+_UPSTREAM = b"\x02"
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+_go_decoder = msgspec.msgpack.Decoder(Go)
 
 
 def encode(event: Event) -> tuple[bytes, bytes]:
@@ -109,9 +148,27 @@ def decode(payload: bytes) -> Event:
     Raises:
         ValueError: another version, or not an event.
     """
+    return _decoded(_decoder, payload)
+
+
+def encode_go(go: Go) -> bytes:
+    """The one frame of a `Go`."""
+    return _UPSTREAM + bytes([VERSION]) + _encoder.encode(go)
+
+
+def decode_go(frame: bytes) -> Go | None:
+    """What came in from a subscriber; None if that is a subscription.
+
+    Raises:
+        ValueError: another version, or not a `Go`.
+    """
+    return _decoded(_go_decoder, frame[1:]) if frame[:1] == _UPSTREAM else None
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
     if payload[:1] != bytes([VERSION]):
         raise ValueError(f"an engine event of version {payload[0] if payload else None}; this is {VERSION}")
     try:
-        return _decoder.decode(payload[1:])
+        return decoder.decode(payload[1:])
     except msgspec.DecodeError as error:
         raise ValueError(f"not an engine event: {error}") from error
