@@ -41,7 +41,7 @@ p { margin: 0.5rem 0; max-width: 48rem; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 0.5rem; padding: 1rem 1.25rem; }
 .card dt { color: var(--faint); font-size: 0.875rem; }
 .card dd { margin: 0; }
-.card .value { font-size: 2rem; line-height: 1.3; font-weight: 650; font-variant-numeric: tabular-nums; }
+.card .value { font-size: 1.75rem; line-height: 1.4; white-space: nowrap; font-weight: 650; font-variant-numeric: tabular-nums; }
 .card .more { color: var(--faint); font-size: 0.875rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 1.5rem; }
 figure { margin: 0; padding: 1.25rem; border: 1px solid var(--line); border-radius: 0.5rem; min-width: 0; }

@@ -177,6 +177,7 @@ def _ratio(sizes: Summary) -> Plot | None:
     axes.margins(y=0.12)
     axes.set_ylim(bottom=0)
     axes.set_ylabel(f"times as long as with {reference}")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     _legend(figure, axes)
     title = f"First token: how many times as long as with {reference}"
     return Plot(
@@ -350,14 +351,7 @@ def _curve_table(column: str, shown: dict[str, Points], scale: float = 1.0) -> T
 
 def _size_axis(axes: Axes, shown: dict[str, Points]) -> None:
     """Prompt sizes, as far as there is room for them."""
-    first = next(filter(None, shown.values()))
-    # What was aimed at, where prompts are about so long.
-    sizes = sorted(
-        {
-            int(group) if group and abs(tokens / int(group) - 1) < 0.05 else round(tokens)
-            for group, tokens, _ in first
-        }
-    )
+    sizes = sorted({round(tokens) for _, tokens, _ in next(filter(None, shown.values()))})
     axes.set_xscale("log", base=2)
     ticks: list[int] = []
     for size in sizes:
