@@ -296,7 +296,7 @@ def test_engines_never_use_more_blocks_than_they_have(monkeypatch: pytest.Monkey
     cached = msgspec.structs.replace(PROFILE, prefill_prefix_caching=True, decode_prefix_caching=True)
     report = simulated(crowd(30, prompt=8000), profile=cached)
     assert report.requests == 120
-    assert max(most.values()) > 0.9 * PROFILE.decode_blocks  # and they were full
+    assert max(most.values()) > PROFILE.decode_blocks - 550  # so that no further one fits
     assert max(report.curve.held_most) <= report.budget_blocks + 300
 
 
