@@ -19,10 +19,11 @@ from stub_engine.prompts import BLOCK_SIZE, CHAT
 AGENT = ("agent", "--turns", "2", "--steps", "2", "--system-tokens", "64")
 
 
-@pytest.fixture
-def router(tmp_path: Path) -> Iterator[LiveRouter]:
-    with LiveRouter(tmp_path) as router:
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRouter]:
+    with LiveRouter(tmp_path_factory.mktemp("bench")) as router:
         yield router
+        router.stop()
 
 
 def start(router: LiveRouter, *args: str) -> subprocess.Popen[str]:
@@ -56,8 +57,8 @@ def answered(router: LiveRouter) -> int:
 
 
 def test_an_agent(router: LiveRouter) -> None:
-    result, said = bench(router, *AGENT)
-    on, off = measured(result, "reuse"), measured(result, "no_reuse")
+    result, said = bench(router, *AGENT, "--aggregated-url", router.decode.url)
+    on, off, aggregated = (measured(result, arm) for arm in ("reuse", "no_reuse", "aggregated"))
     assert [(each.turn, each.step) for each in on] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert [each.outcome for each in on] == ["miss", "hit", "hit", "hit"]
     assert {(each.outcome, each.reason) for each in off} == {("miss", "off")}
@@ -70,15 +71,15 @@ def test_an_agent(router: LiveRouter) -> None:
     assert {each.output_tokens for each in on} == {16}
     assert result.settings["turns"] == 2
     assert result.environment["model"] == "stub"
-    assert "Identical outputs: 4 of 4" in said
-    assert "Identical outputs: 4 of 4" in out(router).with_suffix(".md").read_text()
+    assert all(each.is_identical and each.reused_tokens is None for each in aggregated)
+    assert "Identical outputs: 8 of 8" in said
+    assert "Identical outputs: 8 of 8" in out(router).with_suffix(".md").read_text()
     assert out(router).with_suffix(".html").read_text().startswith("<!doctype html>")
-    firsts = [each.arm for each in result.requests][::2]
-    assert sorted(set(firsts[:2])) == ["no_reuse", "reuse"]
-    assert firsts == 3 * firsts[:2]
+    firsts = [each.arm for each in result.requests][::3]
+    assert set(firsts[:3]) == {"reuse", "no_reuse", "aggregated"}
+    assert firsts == 2 * firsts[:3]
     # Nothing is left behind.
     assert router.client.get(f"{router.url}/v1/conversations").json()["data"] == []
-    router.stop()
 
 
 def test_prompts_have_the_sizes_asked_for(router: LiveRouter) -> None:
@@ -92,13 +93,6 @@ def test_prompts_have_the_sizes_asked_for(router: LiveRouter) -> None:
     assert all((each.recomputed_tokens or 0) < 100 for each in on)
 
 
-def test_an_ordinary_engine_beside_it(router: LiveRouter) -> None:
-    result, _ = bench(router, *AGENT, "--aggregated-url", router.decode.url)
-    aggregated = measured(result, "aggregated")
-    assert len(aggregated) == 4
-    assert all(each.is_identical and each.reused_tokens is None for each in aggregated)
-
-
 def test_many_conversations_at_a_time(router: LiveRouter) -> None:
     result, _ = bench(router, *AGENT, "--conversations", "6", "--concurrency", "3")
     on, off = measured(result, "reuse"), measured(result, "no_reuse")
@@ -107,7 +101,6 @@ def test_many_conversations_at_a_time(router: LiveRouter) -> None:
     # Each arm by itself: nothing of the one waited for the other.
     assert max(each.started_s + each.duration_s for each in off) <= min(each.started_s for each in on)
     assert result.settings["arms"] == "follow each other"
-    router.stop()
 
 
 def test_branches_and_edits(router: LiveRouter) -> None:
@@ -145,17 +138,18 @@ def test_an_output_that_differs(router: LiveRouter) -> None:
 def test_requests_that_fail(router: LiveRouter) -> None:
     router.decode.fault(contains="Task 2", error_after=3, times=None)
     result, said = bench(router, *AGENT, status=1)
+    router.decode.faults.clear()
     failed = [each for each in result.requests if each.error]
     assert {(each.turn, each.step) for each in failed} == {(2, 1)}
     assert len([each for each in result.requests if each.is_measured and not each.error]) == 4
     assert "2 requests failed" in said
-    router.stop()
 
 
 def test_what_was_measured_outlives_an_interrupt(router: LiveRouter) -> None:
+    before = answered(router)
     process = start(router, "chat", "--think-s", "1000")
     warm_up_and_first_turn = 2 * (2 + 1)
-    wait_until(lambda: answered(router) == warm_up_and_first_turn, "the first turn is over", LIMIT_S)
+    wait_until(lambda: answered(router) - before == warm_up_and_first_turn, "the first turn is over", LIMIT_S)
     wait_until(lambda: router.decode.in_use and router.is_idle(), "its KV is held", LIMIT_S)
     process.send_signal(signal.SIGINT)
     said = "\n".join(process.communicate(timeout=60))
