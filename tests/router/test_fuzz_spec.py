@@ -54,7 +54,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRouter]:
 @OTHERS.parametrize()
 @few
 def test_the_router_answers_as_documented(case: schemathesis.Case, router: LiveRouter) -> None:
-    is_admin = case.operation.path.startswith(("/admin", "/metrics"))
+    is_admin = case.operation.path.startswith(("/admin", "/metrics", "/dashboard"))
     case.call_and_validate(
         base_url=router.admin_url if is_admin else router.url,
         headers={"Authorization": f"Bearer {KEY}"},

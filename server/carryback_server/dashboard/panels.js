@@ -156,7 +156,7 @@ function drawCosts(costs) {
   body.replaceChildren(...shown.map((pair) => {
     const at = pair.break_even_tokens;
     const rates = pair.prefill_s_per_token === null || pair.read_s === null ? `${count(pair.samples.read)} reads so far`
-      : `computing ${(1e6 * pair.prefill_s_per_token).toFixed(0)} µs a token; reading ${seconds(pair.read_s)} and ${(1e6 * pair.read_s_per_token).toFixed(1)} µs a token`;
+      : `computing ${(1e6 * pair.prefill_s_per_token).toPrecision(2)} µs a token; reading ${seconds(pair.read_s)} and ${(1e6 * pair.read_s_per_token).toPrecision(2)} µs a token`;
     return element("tr", { title: rates },
       element("th", { scope: "row", text: pair.prefill }), element("td", { text: pair.decode }),
       element("td", { class: "number", text: at === null ? "learning" : at < 0 ? "never" : tokens(at) }));
