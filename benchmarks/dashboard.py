@@ -59,13 +59,14 @@ class Agent:
         self._messages: list[dict[str, Any]] = []
 
     async def live(self, pace_s: float) -> None:
-        """Go through some turns, so many seconds apart on average."""
+        """Go through some turns, so many seconds apart on average; give up when something fails."""
         for turn in range(1, random.randrange(6, 16)):
             if random.random() < 0.03 and self._messages:  # it edits what it read long ago
                 self._messages[0]["content"] = text(600)
             self._messages.append({"role": "user", "content": f"{CALL_MARKER} {text(600)}"})
             for step in range(1, random.randrange(3, 7)):
-                await self._step(turn, step)
+                if not await self._step(turn, step):
+                    return
                 await asyncio.sleep(random.expovariate(2 / pace_s))
                 if not (calls := self._messages[-1].get("tool_calls")):
                     break
@@ -73,7 +74,7 @@ class Agent:
                 self._messages.append(result)
             await asyncio.sleep(random.expovariate(1 / pace_s))
 
-    async def _step(self, turn: int, step: int) -> None:
+    async def _step(self, turn: int, step: int) -> bool:
         headers = {"X-Conversation-ID": self._id, "X-Turn-ID": str(turn), "X-Turn-Step": str(step)}
         if random.random() < 0.01:
             headers["X-Carryback-Reuse"] = "off"
@@ -84,9 +85,9 @@ class Agent:
             "max_tokens": random.randrange(20, 160),
         }
         answer = await self._cluster.post(self._router, CHAT, body, headers=headers)
-        if answer.status != 200:
-            raise SystemExit(f"status {answer.status}: {answer.raw.decode()}")
-        self._messages.append(message_of(answer))
+        if answer.status == 200:
+            self._messages.append(message_of(answer))
+        return answer.status == 200
 
 
 async def main() -> None:
@@ -110,7 +111,9 @@ async def main() -> None:
                 role, name=name, capacity=80 * args.agents + 2000, answer_tokens=400, chunk_interval_s=0.01
             )
             cluster.engines.append(await stack.enter_async_context(engine))
-        router = await cluster.router(pin_budget=0.6)
+        router = await cluster.router(
+            pin_budget=0.6, probe_interval_s=1.0, probe_timeout_s=60.0, connect_timeout_s=60.0
+        )
         print(f"{router.admin_url}/dashboard", flush=True)
 
         async def work(number: int) -> None:

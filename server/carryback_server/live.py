@@ -23,8 +23,8 @@ from carryback_server.access_log import Entry
 MAX_CONVERSATIONS = 2_000
 MAX_STEPS_EACH = 64
 MAX_STEPS = 20_000
-# In one answer: a millisecond's work.
-MAX_CHANGES = 500
+# In one answer: two milliseconds' work.
+MAX_CHANGES = 250
 
 # The process, and the number of the last change.
 _AFTER = re.compile(r"[0-9a-f]{12}\.[0-9]{1,19}")

@@ -132,11 +132,15 @@ class Row {
       }
       if (before.nextSibling !== button) before.after(button);
       before = button;
-      button.classList.toggle("turn", last !== null && last.turn !== step.turn);
-      button.classList.toggle("aside", reason !== null && !(hasMissed(step) && step.reason === reason));
-      paint(button, step, most, last);
-      if (button.version !== step.version) {
-        button.version = step.version;
+      const extras = [
+        last !== null && last.turn !== step.turn ? "turn" : "",
+        reason !== null && !(hasMissed(step) && step.reason === reason) ? "aside" : "",
+      ];
+      const like = last && !promptOf(step) ? promptOf(last) + last.generated : 0;
+      const painted = [step.version, most, like, ...extras].join();
+      if (button.painted !== painted) {
+        button.painted = painted;
+        paint(button, step, most, like, extras);
         mark(button, "aria-label", sentence(step));
       }
       last = step;
@@ -148,13 +152,13 @@ class Row {
   }
 }
 
-/** Set a step's bar, where `most` tokens are as high as it goes. */
-function paint(button, step, most, last) {
+/** Set a step's bar, where `most` tokens are as high as it goes; `like` many stand for those that are not known. */
+function paint(button, step, most, like, extras) {
   const prompt = promptOf(step);
   const kind = hasFailed(step) ? "failed" : step.state === "gone" ? "gone" : isRunning(step) ? "pending" : prompt ? "" : "unknown";
-  mark(button, "class", ["step", ...["turn", "aside"].filter((name) => button.classList.contains(name)), kind].filter(Boolean).join(" "));
+  mark(button, "class", ["step", kind, ...extras].filter(Boolean).join(" "));
   // Of one that prefill has not answered, the size is not known: show that of the one before.
-  const all = prompt + step.generated || Math.min(most, last ? promptOf(last) + last.generated : most) || most / 2;
+  const all = prompt + step.generated || Math.min(most, like || most / 2);
   const height = Math.max(4, Math.round((STEP_HEIGHT * all) / most));
   button.style.setProperty("--height", `${height}px`);
   let left = height;
