@@ -17,7 +17,7 @@ from itertools import count
 from typing import Literal
 
 import msgspec
-from carryback.wire.events import Held, Released
+from carryback.wire.events import Held, Prefilled, Released
 
 from stub_engine.http_server import Connection, HttpServer, Request, framed
 from stub_engine.publisher import Publisher
@@ -39,6 +39,8 @@ class _Params(msgspec.Struct):
     remote_num_tokens: int | None = None
     carryback_key: str | None = None
     carryback_release: list[str] = []
+    carryback_await: float | None = None
+    carryback_tell: bool = False
     hold_s: float | None = None
 
 
@@ -52,6 +54,7 @@ class _Body(msgspec.Struct):
 
 
 _decode_body = msgspec.json.Decoder(_Body).decode
+_decode_params = msgspec.json.Decoder(_Params).decode
 
 
 class _Pin:
@@ -166,6 +169,11 @@ class FastEngine:
     def _answer(self, request: Request, body: _Body, connection: Connection) -> None:
         if connection.transport.is_closing():
             return
+        waiting = body.kv_transfer_params
+        if waiting is not None and waiting.carryback_key and waiting.carryback_await is not None:
+            told = self.publisher.of(waiting.carryback_key)
+            told.add_done_callback(lambda told: self._go_on(told, waiting, request, body, connection))
+            return
         is_chat = request.path == "/v1/chat/completions"
         number = request.headers.get("x-request-id") or f"{next(self._numbers):032x}"
         name = f"chatcmpl-{number}" if is_chat else f"cmpl-{number}"
@@ -198,6 +206,19 @@ class FastEngine:
             choice = f'"text":"{text}","logprobs":null,"finish_reason":"{finish}","stop_reason":null'
         connection.respond(200, self._whole(name, is_chat, choice, prompt, tokens, b"null"))
 
+    def _go_on(
+        self,
+        told: asyncio.Future[bytes],
+        params: _Params,
+        request: Request,
+        body: _Body,
+        connection: Connection,
+    ) -> None:
+        if not told.cancelled():
+            params.carryback_await = None
+            params.remote_num_tokens = _decode_params(told.result()).remote_num_tokens
+            self._answer(request, body, connection)
+
     def _prefilled(
         self, name: str, is_chat: bool, prompt: int, params: _Params, connection: Connection
     ) -> None:
@@ -213,6 +234,8 @@ class FastEngine:
         digests = base64.b64encode(_DIGESTS[: blocks * _DIGEST_BYTES])
         seal = b'"carryback":{"digests":"%b",' % digests
         record = record.replace(b'"carryback":{', seal, 1)[:-1] + b',"carryback_reuse":%b}' % reuse.encode()
+        if params.carryback_tell and params.carryback_key:
+            self.publisher.send(Prefilled(self.id, self.publisher.next(), params.carryback_key, record))
         text = '"text":" token"' if not is_chat else '"message":{"role":"assistant","content":" token"}'
         choice = f'{text},"logprobs":null,"finish_reason":"length","stop_reason":null'
         connection.respond(200, self._whole(name, is_chat, choice, prompt, 1, record))

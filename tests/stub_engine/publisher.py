@@ -51,18 +51,19 @@ class Publisher:
         """Wait for what a router tells the request with this key; `{}` if it tells nothing in time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                return await self._of(key)
+                return await self.of(key)
         return b"{}"
 
-    def _of(self, key: str) -> asyncio.Future[bytes]:
+    def of(self, key: str) -> asyncio.Future[bytes]:
+        """Done when a router has told the request with this key how it goes on."""
         return self._told.setdefault(key, asyncio.get_running_loop().create_future())
 
     def _hear(self) -> None:
         with suppress(zmq.Again):
             while True:
                 go = decode_go(self._socket.recv(zmq.NOBLOCK))
-                if go is not None and not self.deaf and not self._of(go.key).done():
-                    self._of(go.key).set_result(go.params)
+                if go is not None and not self.deaf and not self.of(go.key).done():
+                    self.of(go.key).set_result(go.params)
 
     def next(self) -> int:
         """The number of the next event."""
