@@ -24,7 +24,7 @@ test: install
 ifdef TEST_ARGS
 	$(BIN)/python -m pytest $(TEST_ARGS)
 else
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/unit tests/clients tests/router
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/unit tests/clients tests/router tests/dashboard
 	$(BIN)/python -m pytest tests/engine
 endif
 
