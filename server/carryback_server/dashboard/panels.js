@@ -42,8 +42,8 @@ function drawFigures(figures, now) {
   const spanned = Math.max(now - figures.first, 1);
   const perMinute = (number) => tokens(Math.round((60 * number) / Math.max(spanned, 10)));
   put($("running-rate"), [
-    figures.requests && `${perMinute(figures.requests)} requests`, generated && `${perMinute(generated)} tokens out`,
-  ].filter(Boolean).join(", ") + (figures.requests ? " a minute" : ""));
+    figures.requests && `${perMinute(figures.requests)} requests`, generated && `${perMinute(generated)} tokens`,
+  ].filter(Boolean).join(", ") + (figures.requests ? " per min" : ""));
   put($("running-failed"), figures.failed ? `× ${plural(figures.failed, "request", "requests")} failed` : "");
 }
 
@@ -61,9 +61,11 @@ function summarize(figures, lanes) {
 
 function drawReasons(reasons, chosen, onChoose) {
   const list = $("reasons");
-  const sorted = [...reasons].sort((one, other) => other[1] - one[1] || (one[0] < other[0] ? -1 : 1));
+  // That a conversation is new is nothing to look into: it comes last.
+  const rank = ([reason, number]) => (reason === "new" ? -1 : number);
+  const sorted = [...reasons].sort((one, other) => rank(other) - rank(one) || (one[0] < other[0] ? -1 : 1));
   if (chosen !== null && !reasons.has(chosen)) sorted.push([chosen, 0]);
-  const most = sorted[0]?.[1] ?? 0;
+  const most = Math.max(0, ...reasons.values());
   const known = new Map([...list.querySelectorAll("button")].map((button) => [button.dataset.reason, button]));
   if (!sorted.length) {
     if (!list.querySelector(".none")) list.replaceChildren(element("li", { class: "none small", text: "No misses in this window." }));
