@@ -232,7 +232,8 @@ async def calibrate(pair: Pair, capacity: int) -> Profile:
         max_num_seqs=MAX_NUM_SEQS,
         transfer_s=transfer_s,
         transfer_bytes_per_s=KV_BYTES_PER_TOKEN / max(transfer_token_s, 1e-9),
-        decode_request_s=statistics.median(rest),
+        decode_request_s=statistics.median(rest),  # in which it also waits, and so at least this
+        decode_go_s=statistics.median(rest),
         decode_step_s=max(decode_step_s, 1e-4),
         decode_sequence_s=sequence_s,
         decode_context_s=context_s,

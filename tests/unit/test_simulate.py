@@ -39,6 +39,7 @@ PROFILE = Profile(
     transfer_bytes_per_s=1e8,
     parallel_reads=2,
     decode_request_s=0.003,
+    decode_go_s=0.002,
     decode_step_s=0.01,
     decode_sequence_s=0.001,
     decode_context_s=1e-7,
@@ -139,14 +140,16 @@ def test_nothing_goes_wrong_unseen() -> None:
 # -- what can be worked out by hand
 
 
-def first_token_s(prompt: int, *, read: int = 0) -> float:
+def first_token_s(prompt: int, *, read: int = 0, is_early: bool = True) -> float:
     """Until the first token, with nobody else there."""
     p = PROFILE
     computed = prompt - read
     seconds = p.prefill_request_s + p.prefill_request_s_per_token * prompt
     seconds += p.transfer_s + p.read_s(read) if read else 0.0
     seconds += p.prefill_s(computed, after=read)
-    seconds += p.decode_request_s + p.transfer_s + p.read_s(prompt)
+    # It waits at the decode engine already, or comes there only now.
+    seconds += p.decode_go_s if is_early else p.decode_request_s
+    seconds += p.transfer_s + p.read_s(prompt)
     return seconds + p.decode_step_s + p.decode_sequence_s + p.decode_context_s * prompt
 
 
@@ -169,6 +172,11 @@ def test_one_agent_alone_waits_for_what_its_own_requests_take() -> None:
     new = sum(after - before - 20 for before, after in pairwise(prompts))
     computed = sum(prompts[1:]) - sum(reused)
     assert report.recomputed_per_new == pytest.approx(computed / new)
+
+
+def test_a_request_that_is_sent_to_its_decode_engine_late_comes_later() -> None:
+    report = simulated([Agent(0.0, conversation([300]))], router(admit_early=False))
+    assert report.seen[0].ttft_s == pytest.approx(first_token_s(300, is_early=False))
 
 
 def test_chunks_are_as_long_as_an_engine_takes_tokens_at_once() -> None:

@@ -434,10 +434,17 @@ class DecodeEngine:
         """Requests that wait for blocks or for room in the batch."""
         return len(self._waiting)
 
-    async def generate(self, job: Job) -> None:
-        """Read a prompt's KV, and generate its answer."""
+    async def generate(self, job: Job, *, began: float | None = None) -> None:
+        """Read a prompt's KV, and generate its answer.
+
+        Args:
+            began: when the request was sent here, if it has waited here for its prompt's KV.
+        """
         job.finished = self._loop.create_future()
-        self._loop.after(self._profile.decode_request_s, self._arrive, job)
+        seconds = self._profile.decode_request_s
+        if began is not None:
+            seconds = max(began + seconds - self._loop.time(), self._profile.decode_go_s)
+        self._loop.after(seconds, self._arrive, job)
         await job.finished
 
     def _arrive(self, job: Job) -> None:

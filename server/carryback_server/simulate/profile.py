@@ -30,7 +30,8 @@ class Profile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         transfer_s: of each read of KV,
         transfer_bytes_per_s: and its rate.
         parallel_reads: that an engine makes at once, each at that rate.
-        decode_request_s: as `prefill_request_s`.
+        decode_request_s: as `prefill_request_s`,
+        decode_go_s: and from a prompt's end until the request that waits there for it goes on (`admit_early`).
         decode_step_s: of each step of a decode engine,
         decode_sequence_s: and for each answer in its batch,
         decode_context_s: and for each token in their contexts.
@@ -60,6 +61,7 @@ class Profile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     transfer_bytes_per_s: float
     parallel_reads: int = 1
     decode_request_s: float = 0.0
+    decode_go_s: float = 0.0
     decode_step_s: float
     decode_sequence_s: float = 0.0
     decode_context_s: float = 0.0

@@ -13,6 +13,7 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from itertools import count
 
 import msgspec
@@ -21,7 +22,6 @@ from carryback.wire.events import Held, Hello, Released
 
 from carryback_server.config import RouterConfig
 from carryback_server.costs import Costs
-from carryback_server.endpoints import Boundary
 from carryback_server.engines import Engine, Role, Site
 from carryback_server.hold import Holding
 from carryback_server.metrics import Metrics
@@ -315,9 +315,16 @@ class Simulation:
             hold_s,
         )
         record, holder = await self._recall(conversation, job)
-        await self._prefill(job, record, holder)
-        boundary: Boundary = "unfinished" if step.is_cut else "turn_end" if step.ends_turn else "mid_turn"
-        await self._decode(job, conversation, holder, boundary, is_guess=is_guess)
+        with ExitStack() as stack:
+            early = None
+            if config.admit_early:
+                early = self._admit(job, conversation, holder, stack, is_guess=is_guess)
+            await self._prefill(job, record, holder)
+            engine = early or self._admit(job, conversation, holder, stack, is_guess=is_guess)
+            await engine.model.generate(job, began=started if early else None)
+        self.holding.land(
+            job.key, "unfinished" if step.is_cut else "turn_end" if step.ends_turn else "mid_turn"
+        )
         conversation.why_none = "no_record"
         await self._state.save(conversation)
         self._count(step, job, started, starts_turn)
@@ -366,15 +373,16 @@ class Simulation:
         holder_name = holder.name if holder is not None and job.read_tokens else None
         self._costs.learn(engine.name, holder_name, self._reuse_of(job), work)
 
-    async def _decode(
+    def _admit(
         self,
         job: Job,
         conversation: Conversation,
         holder: _DecodeSite | None,
-        boundary: Boundary,
+        stack: ExitStack,
         *,
         is_guess: bool,
-    ) -> None:
+    ) -> _DecodeSite:
+        """Choose a decode engine, which has the request until the stack is closed."""
         engine = decode_engine(
             self.decode,
             holder,
@@ -384,9 +392,8 @@ class Simulation:
         assert engine is not None
         if job.hold_s > 0:
             self.holding.expect(job.key, conversation, Trace({}), is_first=is_guess)
-        with engine.busy(job.prompt_tokens):
-            await engine.model.generate(job)
-        self.holding.land(job.key, boundary)
+        stack.enter_context(engine.busy(job.prompt_tokens))
+        return engine
 
     @staticmethod
     def _reuse_of(job: Job) -> Reuse:
