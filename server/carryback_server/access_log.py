@@ -87,6 +87,9 @@ class Entry(msgspec.Struct, omit_defaults=True):
         return self.status >= 500 or (self.error != "" and self.status < 400)
 
 
+_SECONDS = ("ttft_s", "prefill_s", "read_s", "compute_s", "decode_wait_s", "duration_s")
+
+
 def printable(text: str, length: int = MAX_ID_LENGTH) -> str:
     """A text on one line, without control characters and cut to a length."""
     text = text[:length]
@@ -127,12 +130,9 @@ class AccessLog:
         entry.conversation = printable(entry.conversation)
         entry.turn = printable(entry.turn)
         entry.model = printable(entry.model)
-        entry.ttft_s = round(entry.ttft_s, 6)
-        entry.prefill_s = round(entry.prefill_s, 6)
-        entry.read_s = round(entry.read_s, 6)
-        entry.compute_s = round(entry.compute_s, 6)
-        entry.decode_wait_s = round(entry.decode_wait_s, 6)
-        entry.duration_s = round(entry.duration_s, 6)
+        for name in _SECONDS:
+            if value := getattr(entry, name):  # a zero stays the default, which is left out
+                setattr(entry, name, round(value, 6))
         line = self._encoder.encode(entry) if self._form == "json" else _text(entry)
         self._lines.append(line + b"\n")
         if not self._wake.is_set():

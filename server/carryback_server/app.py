@@ -89,7 +89,7 @@ class Router:
         clients.router.add_get("/v1/conversations", self._list, **expect)
         clients.router.add_get("/v1/conversations/{id}", self._get, **expect)
         clients.router.add_delete("/v1/conversations/{id}", self._delete, **expect)
-        admin = web.Application(middlewares=[self._errors])
+        admin = web.Application(middlewares=[self._errors, _same_origin])
         admin.router.add_get("/metrics", self._metrics, **expect)
         admin.router.add_get("/admin/engines", self._engines, **expect)
         admin.router.add_post("/admin/engines", self._set_engines, **expect)
@@ -395,6 +395,21 @@ async def _expect(request: web.Request) -> None:
     if request.headers["Expect"].lower() == "100-continue" and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the answer has not begun
+
+
+@web.middleware
+async def _same_origin(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Other sites' pages, in an operator's browser, may not change anything.
+
+    Raises:
+        ApiError: 403, such a page asks.
+    """
+    origin = request.headers.get("Origin")
+    if request.method not in ("GET", "HEAD") and origin and origin.partition("://")[2] != request.host:
+        message = f"a page of {origin} may not do this; ask from elsewhere than a browser"
+        raise ApiError(403, message, code="foreign_origin", param="Origin")
+    response: web.StreamResponse = await handler(request)
+    return response
 
 
 def _shares(tenants: Tenants) -> dict[str, float]:

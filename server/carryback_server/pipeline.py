@@ -508,7 +508,9 @@ class Pipeline:
         engine, reuse, work = prefilled.engine, prefilled.reuse, prefilled.work
         if engine is None or work is None:
             return
-        trip.entry.read_s, trip.entry.compute_s = work.read_s, work.compute_s
+        trip.entry.compute_s = work.compute_s
+        if reuse.tokens:
+            trip.entry.read_s = work.read_s
         holder = trip.holder.name if trip.holder is not None and reuse.tokens else None
         self.costs.learn(engine.name, holder, reuse, work)
         if holder is not None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from cluster import Chat, Cluster, eventually
 from router_process import RouterProcess
@@ -164,6 +165,18 @@ async def test_engines_that_cannot_be_change_nothing(cluster: Cluster, body: Any
     assert where in answer.error["message"]
     assert await states(cluster, router) == before
     await cluster.chat(router).say()
+
+
+async def test_another_sites_page_in_an_operators_browser_changes_nothing(cluster: Cluster) -> None:
+    await cluster.pair()
+    router = await cluster.router()
+    before = await states(cluster, router)
+    async with aiohttp.ClientSession(router.admin_url) as browser:
+        for path in ("/admin/engines/decode/drain", "/admin/engines", "/admin/reload"):
+            answer = await browser.post(path, headers={"Origin": "http://evil.example"})
+            assert (answer.status, (await answer.json())["error"]["code"]) == (403, "foreign_origin")
+        assert await states(cluster, router) == before
+        assert (await browser.post("/admin/reload", headers={"Origin": router.admin_url})).status == 200
 
 
 async def test_a_drained_engine_gets_nothing_new_and_is_read_from(cluster: Cluster) -> None:

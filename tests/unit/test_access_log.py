@@ -37,6 +37,11 @@ def lines(tmp_path: Path, form: LogFormat, *entries: Entry) -> list[str]:
     return path.read_text().split("\n")[:-1]
 
 
+def test_times_that_are_zero_are_left_out(tmp_path: Path) -> None:
+    [line] = lines(tmp_path, "json", Entry("/v1/models", status=200))
+    assert not [name for name in json.loads(line) if name.endswith("_s")]
+
+
 def full() -> Entry:
     return Entry(
         "/v1/chat/completions",
