@@ -91,7 +91,7 @@ async def test_the_rank_that_holds_the_kv_is_addressed(cluster: Cluster) -> None
     decode = await cluster.engine("decode", ranks=2, settings=PATIENT)
     router = await cluster.router()
     assert set(await states(cluster, router)) == {name(prefill), f"{name(decode)}#0", f"{name(decode)}#1"}
-    chats = [cluster.chat(router, f"chat-{number}") for number in range(6)]
+    chats = [cluster.chat(router, f"chat-{number}") for number in range(12)]
     for chat in chats:
         await chat.say(f"{chat.id}. {TEXT}")
     assert all(rank.pinned for rank in decode.ranks)
