@@ -1,4 +1,4 @@
-"""The command line: `carryback serve`, `router`, `explain`, `key new`, `model fetch` and `version`."""
+"""The command line: `carryback serve`, `router`, `bench`, `simulate`, `explain`, `key new`, `model fetch`, `version`."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -523,11 +524,13 @@ def _problems(result: Result) -> Iterator[str]:
 
 
 def _check(common: Common) -> None:
-    """Options that do not go together.
+    """Options that do not go together, and what is not installed.
 
     Raises:
         ConfigError: says which.
     """
+    if find_spec("numpy") is None:  # before anything is measured that could not be reported
+        raise ConfigError("carryback bench needs numpy: pip install 'carryback[bench]'")
     for word in (common.engine_args or [])[:1]:
         if not word.startswith("-"):
             raise ConfigError(f"unexpected argument {word!r}; vLLM's arguments go after --")

@@ -193,9 +193,14 @@ class Client:
         *,
         max_tokens: int,
         seed: int,
+        salt: str,
         headers: Mapping[str, str],
     ) -> Answer:
-        """A greedy answer of exactly `max_tokens`. What goes wrong is in its `error`."""
+        """A greedy answer of exactly `max_tokens`. What goes wrong is in its `error`.
+
+        Args:
+            salt: engines' prefix caches share nothing between requests with different ones.
+        """
         body: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
@@ -207,6 +212,7 @@ class Client:
             "stream_options": {"include_usage": True},
             # vLLM's own: the tokens, as numbers, beside their text.
             "return_token_ids": True,
+            "cache_salt": salt,
             # A small model may answer alike whatever it was told; how sure it is of each token shows more.
             "logprobs": True,
         }

@@ -230,7 +230,12 @@ class Run:
         if conversation.parent:
             headers[wire.CONVERSATION_PARENT] = self._id(arm, conversation.parent)
         answer = await arm.client.chat(
-            prompt, conversation.tools, max_tokens=step.max_tokens, seed=self._seed, headers=headers
+            prompt,
+            conversation.tools,
+            max_tokens=step.max_tokens,
+            seed=self._seed,
+            salt=f"{self._name}-{arm.name}",  # no arm finds what another one has computed
+            headers=headers,
         )
         if arm is self._arms[0]:
             self._reference[place] = _Said(answer.text, answer.digest, answer.logprobs, answer.error)
