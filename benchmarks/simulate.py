@@ -111,7 +111,9 @@ class Pair:
         headers = {wire.CONVERSATION_ID: conversation, "X-Request-Id": name}
         if not reuse:
             headers[wire.CARRYBACK_REUSE] = "off"
-        answer = await self.client.chat(messages, [], max_tokens=output, seed=0, headers=headers)
+        answer = await self.client.chat(
+            messages, [], max_tokens=output, seed=0, salt="simulate", headers=headers
+        )
         if answer.error:
             sys.exit(f"a request failed: {answer.error}")
         return answer, name
