@@ -150,36 +150,65 @@ def fitted(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[
         del used[int(found.argmin())]
 
 
+@dataclass(frozen=True)
+class Hop:
+    """One request that nobody else was beside, in tokens and seconds."""
+
+    read: int
+    computed: int
+    read_s: float
+    compute_s: float
+    prefill_s: float
+    ttft_s: float
+
+
+async def hop(pair: Pair, messages: Sequence[workloads.Message], conversation: str) -> Hop:
+    """Send one, and see what the router's log says of it."""
+    answer, name = await pair.ask(messages, conversation)
+    line = await pair.logged(name)
+    assert answer.reuse is not None
+    return Hop(
+        answer.reuse.tokens, answer.reuse.recomputed, line.get("read_s", 0.0), line["compute_s"],
+        line["prefill_s"], answer.ttft_s,
+    )  # fmt: skip
+
+
+def middle(hops: Sequence[Hop]) -> Hop:
+    """The one that took neither the longest nor the shortest."""
+    return sorted(hops, key=lambda each: each.prefill_s)[len(hops) // 2]
+
+
 async def calibrate(pair: Pair, capacity: int) -> Profile:
     """Measure the engines, one thing at a time."""
     await pair.ask(said(workloads.text("warm", 300)), "warm", output=4)
     await pair.ask([*said(workloads.text("warm", 300)), *said("more")], "warm", output=4)
 
-    # A prompt computed, and its KV read by the decode engine.
-    computed: list[tuple[int, float, float, float]] = []
-    for number, words in enumerate([40, 200, 450, 800] * 2):
-        answer, name = await pair.ask(said(workloads.text(f"compute {number}", words)), "c", reuse=False)
-        line = await pair.logged(name)
-        computed.append(
-            (answer.prompt_tokens, line["compute_s"], line["prefill_s"], answer.ttft_s - line["prefill_s"])
-        )
-    tokens = [each[0] for each in computed]
+    # Prompts that are computed, and prompts whose beginning is read back. Three of each, the middle one counts.
+    first: list[Hop] = []
+    again: list[Hop] = []
+    for words in (40, 150, 350, 700):
+        ones, others = [], []
+        for number in range(3):
+            name, text = f"c{words}-{number}", workloads.text(f"calibrate {words} {number}", words)
+            ones.append(await hop(pair, said(text), name))
+            others.append(await hop(pair, [*said(text), *said(f"and {words} more?")], name))
+        first.append(middle(ones))
+        again.append(middle([each for each in others if each.read] or others))
+    reads = [each for each in again if each.read]
     step_s, token_s, attention_s = fitted(
-        [[1.0] * len(tokens), tokens, [n * (n + 1) / 2 for n in tokens]], [each[1] for each in computed]
+        [
+            [1.0] * (len(first) + len(again)),
+            [each.computed for each in first + again],
+            [each.computed * (each.read + (each.computed + 1) / 2) for each in first + again],
+        ],
+        [each.compute_s for each in first + again],
     )
-    prefill_request_s, prefill_request_token_s = fitted(
-        [[1.0] * len(tokens), tokens], [each[2] - each[1] for each in computed]
+    prefill_request_s = statistics.median(
+        each.prefill_s - each.read_s - each.compute_s for each in first + again
     )
-
-    # A prompt whose beginning is read back.
-    reads: list[tuple[int, float]] = []
-    for number, words in enumerate([100, 300, 600] * 2):
-        text = workloads.text(f"read {number}", words)
-        await pair.ask(said(text), f"read-{number}")
-        answer, name = await pair.ask([*said(text), *said("and?")], f"read-{number}")
-        if answer.reuse is not None and answer.reuse.tokens:
-            reads.append((answer.reuse.tokens, (await pair.logged(name))["read_s"]))
-    transfer_s, transfer_token_s = fitted([[1.0] * len(reads), [n for n, _ in reads]], [s for _, s in reads])
+    transfer_s, transfer_token_s = fitted(
+        [[1.0] * len(reads), [each.read for each in reads]], [each.read_s for each in reads]
+    )
 
     # A batch of answers, of one and of several.
     steps: list[tuple[int, int, float]] = []
@@ -202,31 +231,38 @@ async def calibrate(pair: Pair, capacity: int) -> Profile:
     def decode_s(prompt: int) -> float:
         return transfer_s + transfer_token_s * prompt + decode_step_s + sequence_s + context_s * prompt
 
-    rest = [max(each[3] - decode_s(each[0]), 0.0) for each in computed]
+    rest = [
+        max(each.ttft_s - each.prefill_s - decode_s(each.read + each.computed), 0.0) for each in first + again
+    ]
 
-    # Both at once.
-    generating = asyncio.create_task(pair.ask(said(workloads.text("long", 60)), "l", output=90, reuse=False))
-    await asyncio.sleep(3)
-    slowed = []
-    for number, words in enumerate([350, 500, 700]):
+    # Both at once: prompts are computed while a long answer is generated.
+    generating = asyncio.create_task(pair.ask(said(workloads.text("long", 60)), "l", output=500, reuse=False))
+    await asyncio.sleep(2)
+    slowed: list[float] = []
+    windows: list[tuple[float, float]] = []
+    for number in range(6):
+        answer, name = await pair.ask(said(workloads.text(f"slow {number}", 250)), "s", reuse=False)
         if generating.done():
             break
-        answer, name = await pair.ask(said(workloads.text(f"slow {number}", words)), "s", reuse=False)
         n = answer.prompt_tokens
-        if not generating.done():
-            alone = step_s + token_s * n + attention_s * n * (n + 1) / 2
-            slowed.append((await pair.logged(name))["compute_s"] / alone)
+        line = await pair.logged(name)
+        slowed.append(line["compute_s"] / (step_s + token_s * n + attention_s * n * (n + 1) / 2))
+        windows.append((answer.started, answer.started + line["prefill_s"]))
     background, _ = await generating
-    alone_s = decode_step_s + sequence_s + context_s * (background.prompt_tokens + 45)
-    behind = [seconds / alone_s for seconds in background.itl_s[20:70]]
+    alone, beside = [], []
+    now = background.started + background.ttft_s
+    for number, seconds in enumerate(background.itl_s):
+        now += seconds
+        # Less what the growing context takes.
+        rest_s = seconds - context_s * number
+        (beside if any(start <= now <= end for start, end in windows) else alone).append(rest_s)
     return Profile(
         description="SmolLM2-135M-Instruct, float32, both engines on one CPU; by benchmarks/simulate.py.",
         block_size=BLOCK,
         kv_bytes_per_token=KV_BYTES_PER_TOKEN,
         prefill_blocks=capacity,
         decode_blocks=capacity,
-        prefill_request_s=prefill_request_s,
-        prefill_request_s_per_token=prefill_request_token_s,
+        prefill_request_s=max(prefill_request_s, 0.0),
         prefill_step_s=step_s,
         prefill_token_s=token_s,
         prefill_attention_s=attention_s,
@@ -241,7 +277,10 @@ async def calibrate(pair: Pair, capacity: int) -> Profile:
         decode_context_s=context_s,
         control_s=0.01,
         prefill_slowdown=max(statistics.median(slowed), 1.0) if slowed else 1.0,
-        decode_slowdown=max(statistics.median(behind), 1.0),
+        # The mean: a step waits for its turn now and then.
+        decode_slowdown=max(statistics.mean(beside) / statistics.mean(alone), 1.0)
+        if beside and alone
+        else 1.0,
     )
 
 
