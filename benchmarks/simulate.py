@@ -249,7 +249,8 @@ async def calibrate(pair: Pair, capacity: int) -> Profile:
         slowed.append(line["compute_s"] / (step_s + token_s * n + attention_s * n * (n + 1) / 2))
         windows.append((answer.started, answer.started + line["prefill_s"]))
     background, _ = await generating
-    alone, beside = [], []
+    alone: list[float] = []
+    beside: list[float] = []
     now = background.started + background.ttft_s
     for number, seconds in enumerate(background.itl_s):
         now += seconds
