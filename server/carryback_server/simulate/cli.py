@@ -29,7 +29,10 @@ from carryback_server.simulate.setup import Setup
 # Of an answer whose length a trace does not say.
 ANSWER_TOKENS = 128
 
+# A sweep's table is wide; into a file or a pipe it goes whole.
 out = Console(highlight=False, soft_wrap=True)
+if not out.is_terminal:
+    out = Console(highlight=False, soft_wrap=True, width=240)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 

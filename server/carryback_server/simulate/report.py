@@ -95,10 +95,10 @@ def sweep_table(runs: Sequence[Run]) -> Table:
     """Several simulations, a line each; the last ones without reuse."""
     made = Table()
     for name in runs[0].values:
-        made.add_column(name)
+        made.add_column(name, justify="right")
     for name in (
-        "req/s", "hits", "turn start", "after tool", "recomputed/new", "TTFT p50", "p90", "p99",
-        "turn start p50", "p90", "prefill busy", "decode KV", "held", "budget",
+        "requests/s", "reused: all", "turn start", "after tool", "recomputed/new", "TTFT p50 / p90 / p99",
+        "at a turn's start", "prefill busy", "decode KV", "held of budget",
     ):  # fmt: skip
         made.add_column(name, justify="right")
     shown = [(list(map(str, run.values.values())), run.reuse) for run in runs]
@@ -110,17 +110,16 @@ def sweep_table(runs: Sequence[Run]) -> Table:
     for values, each in shown:
         made.add_row(
             *values,
-            f"{each.requests_per_s:,.0f}",
+            f"{each.requests_per_s:,.1f}",
             _percent(each.hit_rate),
             _percent(each.hit_rate_turn_start),
             _percent(each.hit_rate_mid_turn),
             f"{each.recomputed_per_new:,.2f}",
-            *(_time(value) for value in (each.ttft.p50, each.ttft.p90, each.ttft.p99)),
-            *(_time(value) for value in (each.ttft_turn_start.p50, each.ttft_turn_start.p90)),
+            _times(each.ttft),
+            _times(each.ttft_turn_start),
             _percent(each.prefill.busy),
             _percent(each.decode.kv),
-            f"{_held_mean(each):,.0f}",
-            f"{each.budget_blocks:,}",
+            _held(each),
         )
     return made
 
