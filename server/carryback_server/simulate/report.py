@@ -15,6 +15,8 @@ from carryback_server.simulate.run import Quantiles, Report
 _GREY = "#7f7f7f"
 _COLORS = ("#2f81d6", "#d9822b", "#3a9d5d", "#b05cc6", "#c94f4f", "#7a8b2f", "#2aa6a6")
 _MARKERS = "os^Dv*P"
+# Over time; more lie on each other.
+_MOST_CURVES = 4
 _SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "carryback",
@@ -137,7 +139,7 @@ def plot(runs: Sequence[Run], folder: Path) -> list[Path]:
         raise MissingPackage("plots need matplotlib: pip install 'carryback[bench]'") from error
     folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(_SETTINGS):
-        drawn = {"simulate-held.svg": _draw_held(runs[:: max(len(runs) // len(_COLORS), 1)])}
+        drawn = {"simulate-held.svg": _draw_held(runs[:: -(-len(runs) // _MOST_CURVES)])}
         if len(runs) > 1:
             drawn["simulate-sweep.svg"] = _draw_sweep(runs)
         for name, figure in drawn.items():
@@ -193,7 +195,10 @@ def _draw_sweep(runs: Sequence[Run]) -> Any:
             )
         axes.set_title(title)
         axes.set_xlabel(x)
-        axes.set_ylim(bottom=0)
+        if title.startswith("TTFT"):  # with too little held it is many times as long
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     if others:
         handles, labels = axes.get_legend_handles_labels()
