@@ -688,13 +688,13 @@ class Pipeline:
                 entry.retries += 1
                 self._metrics.retries.labels("decode", "timeout" if error.is_timeout else "down").inc()
                 decoding.step.event("retry", reason="timeout" if error.is_timeout else "down")
+                if params and not is_unseen:
+                    prefilled.is_over = error.is_over
                 if error.is_timeout:
                     raise ApiError(504, error.reason, code="engine_timeout") from error
                 if len(tried) > 1:
                     raise ApiError(502, error.reason, code="engine_failed") from error
                 if not is_unseen:
-                    if params:
-                        prefilled.is_over = error.is_over
                     params = {}
                 holder = None
             decoding = None
