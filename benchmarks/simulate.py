@@ -221,9 +221,9 @@ async def calibrate(pair: Pair, capacity: int) -> Profile:
         ]
         answers = [answer for answer, _ in await asyncio.gather(*asked)]
         context = sum(answer.prompt_tokens + 12 for answer in answers)
-        # While all of them generate, towards the end.
+        # While all of them generate, towards the end. The mean: chunks may arrive together.
         itl = [seconds for answer in answers for seconds in answer.itl_s[-12:-4]]
-        steps.append((batch, context, statistics.median(itl)))
+        steps.append((batch, context, statistics.mean(itl)))
     decode_step_s, sequence_s, context_s = fitted(
         [[1.0] * len(steps), [b for b, _, _ in steps], [c for _, c, _ in steps]], [s for _, _, s in steps]
     )
