@@ -432,15 +432,14 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=Load.agents)
     parser.add_argument("--duration-s", type=float, default=Load.duration_s)
     parser.add_argument("--pause-s", type=float, default=Load.pause_s)
-    parser.add_argument("--hold-s", type=float, default=10.0, help="the router's hold_mid_turn_s")
+    parser.add_argument("--hold-s", type=float, default=25.0, help="of the router")
     parser.add_argument("--pin-budget", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     folder: Path = args.again or args.out
     if args.again is None:
         load = replace(Load(), agents=args.agents, duration_s=args.duration_s, pause_s=args.pause_s)
-        # Engines hold for longer: whether a read begins in time is then no matter of seconds.
-        router = {"hold_s": 60.0, "hold_mid_turn_s": args.hold_s, "pin_budget": args.pin_budget}
+        router = {"hold_s": args.hold_s, "pin_budget": args.pin_budget}
         folder.mkdir(parents=True, exist_ok=True)
         logs = folder.resolve() / "logs"
         config = folder / "serve.yaml"

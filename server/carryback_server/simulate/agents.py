@@ -31,7 +31,7 @@ class Step(NamedTuple):
         is_first: of the conversation.
         is_named: the conversation's id comes with it; a first one without may be a one-shot, to the router.
         ends_turn: a person thinks next, rather than that a tool runs.
-        is_cut: the answer ended at its greatest length, so that the router does not know which.
+        is_cut: the answer ended at its greatest length, which is a turn's end to the router.
         at_s: it is not sent before, in seconds from the simulation's start.
     """
 

@@ -322,9 +322,7 @@ class Simulation:
             await self._prefill(job, record, holder)
             engine = early or self._admit(job, conversation, holder, stack, is_guess=is_guess)
             await engine.model.generate(job, began=started if early else None)
-        self.holding.land(
-            job.key, "unfinished" if step.is_cut else "turn_end" if step.ends_turn else "mid_turn"
-        )
+        self.holding.land(job.key, "turn_end" if step.ends_turn or step.is_cut else "mid_turn")
         conversation.why_none = "no_record"
         await self._state.save(conversation)
         self._count(step, job, started, starts_turn)
