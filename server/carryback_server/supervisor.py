@@ -1,9 +1,7 @@
 """Starts engines side by side, waits until they serve, restarts those that die, and ends them all.
 
-Each engine is a process group of its own: Ctrl-C in a terminal does not reach it directly, and vLLM's workers
-are ended with it. It is no session of its own: Linux gives each session an equal share of the cores
-(sched_autogroup), and the low priority of NIXL's spinning threads (`carryback_vllm.cpu`) would not count beside
-the other engine.
+Each engine is a session, and so a process group, of its own: Ctrl-C in a terminal does not reach it
+directly, and vLLM's workers are ended with it.
 """
 
 from __future__ import annotations
@@ -234,7 +232,7 @@ class Engines:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                process_group=0,
+                start_new_session=True,
             )
         self._tell_guard(f"+{engine.process.pid}")
 
