@@ -41,7 +41,7 @@ class Delay:
 
     async def _pass(self, request: web.Request) -> web.Response:
         data = await request.read()
-        if b"do_remote_prefill" in data:
+        if b"do_remote_prefill" in data or b"carryback_await" in data:
             await asyncio.sleep(self.seconds)
         headers = {
             "Content-Type": "application/json",
