@@ -41,7 +41,7 @@ class Delay:
 
     async def _pass(self, request: web.Request) -> web.Response:
         data = await request.read()
-        if b"do_remote_prefill" in data or b"carryback_await" in data:
+        if b"do_remote_prefill" in data:
             await asyncio.sleep(self.seconds)
         headers = {
             "Content-Type": "application/json",
@@ -60,7 +60,7 @@ async def test_a4_lease_ended_before_the_read(pair: Pair, client: Client, stream
     prefill, decode = pair.commands
     delay = Delay(pair, decode.url)
     slow = EngineConfig(role="decode", url=await delay.start(), events=decode.events)
-    async with pair.router([prefill.engine(), slow], prefill_lease_s=2) as late:
+    async with pair.router([prefill.engine(), slow], prefill_lease_s=2, admit_early=False) as late:
         delay.seconds = 4
         call = asyncio.create_task(late.chat(prompt(1), stream=stream))
         await asyncio.sleep(3)
