@@ -80,6 +80,9 @@ class Publisher:
         self._queue: queue.SimpleQueue[Event | _Stop] = queue.SimpleQueue()
         self._context = zmq.Context()
         self._wake, self._woken = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        for each in (self._wake, self._woken):
+            each.setsockopt(zmq.SNDHWM, 0)  # as the queue: whoever announces never waits, and never fails
+            each.setsockopt(zmq.RCVHWM, 0)
         self._woken.bind("inproc://wake")
         self._wake.connect("inproc://wake")
         self._socket = self._context.socket(zmq.XPUB)

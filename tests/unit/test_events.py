@@ -140,6 +140,17 @@ def test_what_nobody_takes_does_not_pile_up(address: str) -> None:
         assert [engine.told(str(number)) for number in range(20)] == [None] * 20
 
 
+def test_a_burst_of_events_is_taken_whole(address: str, subscribe: Callable[..., Subscriber]) -> None:
+    count = 20_000
+    with publisher(address) as engine:
+        router = subscribe(router="last")
+        assert router.next(events.Hello)
+        for _ in range(count):
+            engine.declined("another", "unverified")
+        engine.declined("last", "unverified")
+        assert router.next(events.Declined) == events.Declined("engine", count + 1, "last", "unverified")
+
+
 def test_what_is_held_for_nobody_in_particular_is_in_the_hello(
     address: str, subscribe: Callable[..., Subscriber]
 ) -> None:
