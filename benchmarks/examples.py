@@ -20,13 +20,13 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 from carryback import wire
+from carryback_server.explain import common_prefix
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = (
@@ -126,7 +126,7 @@ class Meter:
         call = Call(conversation, wire.Reuse.parse(headers[wire.CARRYBACK_REUSE]), prompt, generated)
         before = next((each for each in reversed(self.calls) if each.conversation == conversation), None)
         if before is not None:
-            call.new = len(prompt) - _common(before.prompt + before.generated, prompt)
+            call.new = len(prompt) - common_prefix(before.prompt + before.generated, prompt)
         self.calls.append(call)
 
     @asynccontextmanager
@@ -153,10 +153,6 @@ def _chunks(answer: bytes) -> Iterator[dict[str, Any]]:
     for line in answer.splitlines():
         if line.startswith(b"data:") and b"[DONE]" not in line:
             yield json.loads(line[5:])
-
-
-def _common(before: Sequence[int], after: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
 
 
 async def run(example: str, base_url: str, *arguments: str) -> str:

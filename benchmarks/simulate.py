@@ -34,8 +34,8 @@ import yaml
 from carryback import wire
 from carryback_server.bench import target, workloads
 from carryback_server.bench.client import Answer, Client
-from carryback_server.bench.run import common_prefix
 from carryback_server.config import RouterConfig
+from carryback_server.explain import common_prefix
 from carryback_server.simulate.agents import Agent, Step
 from carryback_server.simulate.profile import Profile
 from carryback_server.simulate.run import Scenario, Seen, Simulation

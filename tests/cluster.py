@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Literal
 
 import aiohttp
@@ -214,3 +214,13 @@ class Cluster:
             for sample in family.samples
             if sample.name == f"carryback_{name}" and labels.items() <= sample.labels.items()
         )
+
+
+@asynccontextmanager
+async def running_cluster() -> AsyncIterator[Cluster]:
+    """A cluster for one test; at its end no engine may have seen a violation."""
+    async with AsyncExitStack() as stack:
+        cluster = Cluster(stack)
+        await cluster.start()
+        yield cluster
+        await cluster.close()

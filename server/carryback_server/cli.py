@@ -16,14 +16,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import aiohttp
 import typer
 import uvloop
 from pydantic import SecretStr, ValidationError
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from carryback_server import launch, model, tenants, told
@@ -32,6 +31,7 @@ from carryback_server.access_log import set_up_logging
 from carryback_server.app import Router
 from carryback_server.bench.cli import bench_app
 from carryback_server.config import ConfigError, EngineConfig, RouterConfig, RouterSettings, ServeConfig, load
+from carryback_server.console import err, fail, out
 from carryback_server.simulate.cli import simulate
 from carryback_server.supervisor import EngineFailed, Engines
 
@@ -47,9 +47,6 @@ key_app = typer.Typer(no_args_is_help=True, help="API keys of the router's tenan
 app.add_typer(key_app, name="key")
 app.add_typer(bench_app, name="bench")
 app.command()(simulate)
-
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="Settings, YAML. Flags and CARRYBACK_* win.")
@@ -100,7 +97,7 @@ def serve(
 ) -> None:
     """Start a prefill engine, a decode engine and the router."""
     if engine_args and not engine_args[0].startswith("-"):
-        _fail(f"unexpected argument {engine_args[0]!r}; vLLM's arguments go after --", status=2)
+        fail(f"unexpected argument {engine_args[0]!r}; vLLM's arguments go after --", status=2)
     with _explained():
         settings = load(
             ServeConfig,
@@ -521,9 +518,4 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except (ConfigError, model.ModelError, EngineFailed) as error:
-        _fail(str(error))
-
-
-def _fail(message: str, status: int = 1) -> NoReturn:
-    err.print(f"error: {message}", markup=False)
-    raise typer.Exit(status)
+        fail(str(error))

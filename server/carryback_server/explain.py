@@ -291,7 +291,7 @@ class _Comparison:
             result.lost_tokens = result.held_tokens - self._bounds[0]
 
     async def _by_tokens(self, result: Explanation, old: list[int], new: list[int]) -> None:
-        same = _common(old, new)
+        same = common_prefix(old, new)
         if self._bounds is not None and same >= self._bounds[1]:
             await self._elsewhere(result, new)
         elif same < len(old):
@@ -322,7 +322,7 @@ class _Comparison:
             if said
             else []
         )
-        at = len(old) + _common(spelled, new[len(old) :])
+        at = len(old) + common_prefix(spelled, new[len(old) :])
         until = None
         if self._bounds is not None and not self._bounds[0] <= at < self._bounds[1]:
             at, until = max(self._bounds[0], len(old)), self._bounds[1]
@@ -334,7 +334,7 @@ class _Comparison:
         if until is None:
             held = await self._text(spelled[at - len(old) :][:_AROUND])
         else:
-            held = said[_common(said, rendered) :]
+            held = said[common_prefix(said, rendered) :]
         message = causes[0].message
         where = f"the answer, {self._where(message)}"
         result.parting = Parting(at, until, where, message, before, _cut(held), other)
@@ -369,7 +369,7 @@ class _Comparison:
         if first.message is not None:
             held = self._spoken_at(self._old_asked, first.message)
             other = self._spoken_at(self._new_asked, first.message)
-        same = _common(held, other)
+        same = common_prefix(held, other)
         start = max(same - _BEFORE_CHARACTERS, 0)
         where = "the tools" if first.code.startswith("tool") else self._where(first.message)
         result.parting = Parting(
@@ -565,7 +565,7 @@ def _spoken(said: Said) -> str:
     return said.reasoning + said.text + "".join(call.arguments for call in said.calls)
 
 
-def _common(one: Sequence[Any], two: Sequence[Any]) -> int:
+def common_prefix(one: Sequence[Any], two: Sequence[Any]) -> int:
     """How many leading things are the same."""
     return next(
         (at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two))

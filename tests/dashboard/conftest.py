@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 
 import pytest
 import pytest_asyncio
 from browsing import Complaints
-from cluster import Cluster
+from cluster import Cluster, running_cluster
 from playwright.async_api import Browser, Page, async_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -30,11 +29,8 @@ async def browser() -> AsyncIterator[Browser]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def cluster() -> AsyncIterator[Cluster]:
     """Engines, routers and a client; at the end no engine may have seen a violation."""
-    async with AsyncExitStack() as stack:
-        cluster = Cluster(stack)
-        await cluster.start()
+    async with running_cluster() as cluster:
         yield cluster
-        await cluster.close()
 
 
 @pytest.fixture

@@ -6,18 +6,15 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, running_cluster
 from service import Serve, Service
 
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
     """Engines, routers and a client; at the end no engine may have seen a violation."""
-    async with AsyncExitStack() as stack:
-        cluster = Cluster(stack)
-        await cluster.start()
+    async with running_cluster() as cluster:
         yield cluster
-        await cluster.close()
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from carryback_server.bench import workloads
-from carryback_server.bench.run import common_prefix
 from carryback_server.bench.workloads import Conversation
+from carryback_server.explain import common_prefix
 from hypothesis import given
 from hypothesis import strategies as st
 

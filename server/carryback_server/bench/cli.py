@@ -21,7 +21,6 @@ import aiohttp
 import typer
 import uvloop
 from carryback import wire
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from carryback_server.bench import result as results
@@ -33,15 +32,13 @@ from carryback_server.bench.run import Arm, Run
 from carryback_server.bench.target import Target
 from carryback_server.bench.workloads import Conversation
 from carryback_server.config import ConfigError
+from carryback_server.console import err, fail, out
 from carryback_server.model import ModelError
 from carryback_server.supervisor import EngineFailed, Engines
 
 bench_app = typer.Typer(
     no_args_is_help=True, help="Measure agents with reuse, without it, and on one ordinary engine."
 )
-
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _INTERRUPTED = 130
 _SERVERS = "Servers"
@@ -563,8 +560,6 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        err.print(f"error: {error}", markup=False)
-        raise typer.Exit(2) from error
+        fail(str(error), status=2)
     except (ModelError, EngineFailed, NoAnswer) as error:
-        err.print(f"error: {error}", markup=False)
-        raise typer.Exit(1) from error
+        fail(str(error))

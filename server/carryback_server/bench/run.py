@@ -27,6 +27,7 @@ from carryback_server.bench.client import Client
 from carryback_server.bench.engine_metrics import EngineMetrics
 from carryback_server.bench.result import Request
 from carryback_server.bench.workloads import Conversation, Message, Step
+from carryback_server.explain import common_prefix
 
 RELEASE_TIMEOUT_S = 10.0
 
@@ -48,14 +49,6 @@ class Arm:
 
 # A step's place: conversation, turn, step.
 _Place = tuple[str, int, int]
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many items both begin with."""
-    for index, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return index
-    return min(len(one), len(other))
 
 
 class Run:

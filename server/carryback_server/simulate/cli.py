@@ -15,9 +15,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from carryback_server import console
 from carryback_server.bench import result as results
 from carryback_server.bench import traces
 from carryback_server.config import ConfigError, RouterConfig, RouterSettings, load
+from carryback_server.console import err, fail
 from carryback_server.simulate import report
 from carryback_server.simulate.agents import Agent, planned, recorded
 from carryback_server.simulate.engine import TooLong
@@ -30,10 +32,9 @@ from carryback_server.simulate.setup import Setup
 ANSWER_TOKENS = 128
 
 # A sweep's table is wide; into a file or a pipe it goes whole.
-out = Console(highlight=False, soft_wrap=True)
+out = console.out
 if not out.is_terminal:
     out = Console(highlight=False, soft_wrap=True, width=240)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def simulate(
@@ -195,8 +196,6 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except (ValueError, ConfigError, TooLong, report.MissingPackage) as error:
-        err.print(f"error: {error}", markup=False)
-        raise typer.Exit(2) from error
+        fail(str(error), status=2)
     except OSError as error:
-        err.print(f"error: {error.filename}: {os.strerror(error.errno or 0)}", markup=False)
-        raise typer.Exit(1) from error
+        fail(f"{error.filename}: {os.strerror(error.errno or 0)}")
