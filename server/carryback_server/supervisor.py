@@ -1,7 +1,9 @@
 """Starts engines side by side, waits until they serve, restarts those that die, and ends them all.
 
-Each engine is a session, and so a process group, of its own: Ctrl-C in a terminal does not reach it
-directly, and vLLM's workers are ended with it.
+Each engine is a process group of its own: Ctrl-C in a terminal does not reach it directly, and vLLM's
+workers are ended with it. It is no session of its own: Linux shares the cores out between sessions first
+(`sched_autogroup`), and between the threads of a session by their priorities only then. NIXL's threads,
+which spin at the lowest priority, would take a core from the *other* engine.
 """
 
 from __future__ import annotations
@@ -232,7 +234,7 @@ class Engines:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                preexec_fn=os.setpgrp,  # uvloop does not know process_group=0
             )
         self._tell_guard(f"+{engine.process.pid}")
 
