@@ -1,4 +1,4 @@
-"""The command line: `carryback serve`, `router`, `bench`, `simulate`, `explain`, `key new`, `model fetch`, `version`."""
+"""The command line: `carryback serve`, `engine`, `router`, `bench`, `simulate`, `explain`, `key new`, `model fetch`, `version`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,23 @@ import uvloop
 from pydantic import SecretStr, ValidationError
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from carryback_server import launch, model, tenants, told
+from carryback_server import address, launch, model, tenants, told
 from carryback_server import workers as worker_processes
 from carryback_server.access_log import set_up_logging
 from carryback_server.app import Router
 from carryback_server.bench.cli import bench_app
-from carryback_server.config import ConfigError, EngineConfig, RouterConfig, RouterSettings, ServeConfig, load
+from carryback_server.config import (
+    ConfigError,
+    EngineConfig,
+    EngineSettings,
+    LaunchConfig,
+    RouterConfig,
+    RouterSettings,
+    ServeConfig,
+    load,
+)
 from carryback_server.console import err, fail, out
+from carryback_server.profiles import Device, ProfileName, Role
 from carryback_server.simulate.cli import simulate
 from carryback_server.supervisor import EngineFailed, Engines
 
@@ -56,18 +66,40 @@ Port = Annotated[int | None, typer.Option(help="Port of the router; 0: a free on
 AdminPort = Annotated[
     int | None, typer.Option(help="Port of /metrics and /admin; 0: a free one. (default: the one above)")
 ]
+EngineArgs = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- VLLM_ARGS]", help="vLLM arguments for every engine.")
+]
+ModelName = Annotated[
+    str | None, typer.Option("--model", help="Hugging Face id or folder. (default: SmolLM2-135M-Instruct)")
+]
+ServedModelName = Annotated[str | None, typer.Option(help="The model's name in requests.")]
+DeviceChoice = Annotated[
+    Literal["auto", "cpu", "cuda"] | None, typer.Option("--device", help="(default: auto)")
+]
+ProfileChoice = Annotated[
+    ProfileName | None, typer.Option("--profile", help="Hardware and network; see docs/deploy.md.")
+]
+HoldS = Annotated[
+    float | None, typer.Option(help="Seconds that a finished turn's KV is held. (default: 480)")
+]
+Threshold = Annotated[
+    str | None,
+    typer.Option(help="Recompute rather than read fewer tokens than this; auto: learned. (default: 64)"),
+]
+KvBackend = Annotated[
+    str | None, typer.Option(help="NIXL's transport, UCX or LIBFABRIC. (default: the profile's, else UCX)")
+]
+InsecureDev = Annotated[bool | None, typer.Option("--insecure-dev", help="Run without a key.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the commands; start nothing.")]
 
 
 @app.command()
 def serve(
-    engine_args: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- VLLM_ARGS]", help="vLLM arguments for both engines.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Hugging Face id or folder. (default: SmolLM2-135M-Instruct)")
-    ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="The model's name in requests.")] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"] | None, typer.Option(help="(default: auto)")] = None,
+    engine_args: EngineArgs = None,
+    model: ModelName = None,
+    served_model_name: ServedModelName = None,
+    device: DeviceChoice = None,
+    profile: ProfileChoice = None,
     host: Host = None,
     port: Port = None,
     admin_port: AdminPort = None,
@@ -78,26 +110,18 @@ def serve(
     decode_port: Annotated[int | None, typer.Option(help="(default: a free one)")] = None,
     prefill_args: Annotated[str | None, typer.Option(help="vLLM arguments for it alone, quoted.")] = None,
     decode_args: Annotated[str | None, typer.Option(help="vLLM arguments for it alone, quoted.")] = None,
-    hold_s: Annotated[
-        float | None, typer.Option(help="Seconds that a finished turn's KV is held. (default: 480)")
-    ] = None,
-    kv_recompute_threshold: Annotated[
-        str | None,
-        typer.Option(help="Recompute rather than read fewer tokens than this; auto: learned. (default: 64)"),
-    ] = None,
-    kv_backend: Annotated[
-        str | None, typer.Option(help="NIXL's transport, UCX or LIBFABRIC. (default: UCX)")
-    ] = None,
+    hold_s: HoldS = None,
+    kv_recompute_threshold: Threshold = None,
+    kv_backend: KvBackend = None,
     log_dir: Annotated[Path | None, typer.Option(help="Engine logs. (default: in the cache folder)")] = None,
     start_timeout_s: Annotated[
         float | None, typer.Option(help="Seconds until the engines must serve. (default: 600)")
     ] = None,
-    insecure_dev: Annotated[bool | None, typer.Option("--insecure-dev", help="Run without a key.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; start nothing.")] = False,
+    insecure_dev: InsecureDev = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Start a prefill engine, a decode engine and the router."""
-    if engine_args and not engine_args[0].startswith("-"):
-        fail(f"unexpected argument {engine_args[0]!r}; vLLM's arguments go after --", status=2)
+    _check_engine_args(engine_args)
     with _explained():
         settings = load(
             ServeConfig,
@@ -106,6 +130,7 @@ def serve(
             model=model,
             served_model_name=served_model_name,
             device=device,
+            profile=profile,
             host=host,
             port=port,
             admin_port=admin_port,
@@ -133,14 +158,81 @@ def serve(
 
 
 @app.command()
+def engine(
+    role: Annotated[Role, typer.Argument(metavar="prefill|decode", help="What it does.")],
+    engine_args: EngineArgs = None,
+    model: ModelName = None,
+    served_model_name: ServedModelName = None,
+    device: DeviceChoice = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Its GPUs, e.g. 0,1. (default: those that it sees)")
+    ] = None,
+    profile: ProfileChoice = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on. (default: the advertised one)")
+    ] = None,
+    advertise_host: Annotated[
+        str | None,
+        typer.Option(
+            help="This machine's address for routers and engines. (default: that of its default route)"
+        ),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="(default: prefill 8100, decode 8200)")] = None,
+    events_port: Annotated[int | None, typer.Option(help="Of its events. (default: port + 1)")] = None,
+    side_channel_port: Annotated[
+        int | None, typer.Option(help="Of NIXL's handshake. (default: port + 2)")
+    ] = None,
+    config: ConfigFile = None,
+    hold_s: HoldS = None,
+    kv_recompute_threshold: Threshold = None,
+    kv_backend: KvBackend = None,
+    insecure_dev: InsecureDev = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Become one engine, a vLLM on this machine, for routers and engines on any."""
+    _check_engine_args(engine_args)
+    with _explained():
+        settings = load(
+            EngineSettings,
+            config,
+            engine_args=engine_args or None,
+            model=model,
+            served_model_name=served_model_name,
+            device=device,
+            devices=devices,
+            profile=profile,
+            host=host,
+            advertise_host=advertise_host,
+            port=port,
+            events_port=events_port,
+            side_channel_port=side_channel_port,
+            hold_s=hold_s,
+            kv_recompute_threshold=kv_recompute_threshold,
+            kv_backend=kv_backend,
+            insecure_dev=insecure_dev,
+        )
+        if dry_run:
+            for line in _engine_plan(settings, role):
+                print(line)  # noqa: T201
+            return
+        command = _engine_command(settings, role)
+        print("for the router: " + shlex.join(command.router_words()), flush=True)  # noqa: T201
+        os.execvpe(command.argv[0], command.argv, os.environ | command.env)
+
+
+@app.command()
 def router(
     prefill: Annotated[
         list[str] | None,
-        typer.Option(help="URL,EVENTS of a prefill engine; repeatable.", metavar="URL,EVENTS"),
+        typer.Option(
+            help="A prefill engine; dns+http:// for all of a name. Repeatable.", metavar="URL[,EVENTS]"
+        ),
     ] = None,
     decode: Annotated[
         list[str] | None,
-        typer.Option(help="URL,EVENTS of a decode engine; repeatable.", metavar="URL,EVENTS"),
+        typer.Option(
+            help="A decode engine; dns+http:// for all of a name. Repeatable.", metavar="URL[,EVENTS]"
+        ),
     ] = None,
     host: Host = None,
     port: Port = None,
@@ -171,7 +263,7 @@ def router(
             )
             if not any(engine.role == "decode" for engine in settings.engines):
                 raise ConfigError(
-                    "no decode engine: give --decode URL,EVENTS, or `engines` in the configuration file"
+                    "no decode engine: give --decode URL, or `engines` in the configuration file"
                 )
             return settings
 
@@ -244,18 +336,12 @@ def main() -> None:
 
 async def _serve(settings: ServeConfig) -> None:
     _check_port(settings)
-    device = launch.find_device() if settings.device == "auto" else settings.device
-    if device == "cuda" and not launch.has_gpu():
-        raise ConfigError("device is cuda, and there is no NVIDIA GPU on this machine; give --device cpu")
+    device = _checked_device(settings)
     key = os.environ.get(launch.KEY) or (None if settings.insecure_dev else secrets.token_hex(32))
     if settings.events_key is None and not settings.insecure_dev:
         settings.events_key = SecretStr(secrets.token_hex(32))
     with launch.reserved_ports(settings) as ports:
-        if settings.model is None:
-            err.print(f"default model: {model.NAME}")
-            model_path = str(await asyncio.to_thread(model.fetch_default_model))
-        else:
-            model_path = _checked_model(settings.model)
+        model_path = await asyncio.to_thread(_model_path, settings.model)
         commands = launch.engine_commands(
             settings, device=device, model_path=model_path, ports=ports, key=key
         )
@@ -420,7 +506,6 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
 
 def _plan(settings: ServeConfig) -> Iterator[str]:
     """What `serve` would start, as lines for a shell."""
-    device = launch.find_device() if settings.device == "auto" else settings.device
     if settings.model is None:
         yield "# Makes the folder that --model names."
         yield "carryback model fetch"
@@ -437,7 +522,7 @@ def _plan(settings: ServeConfig) -> Iterator[str]:
         yield "export CARRYBACK_ENGINE_API_KEY=...  # the same, for the router"
     commands = launch.engine_commands(
         settings,
-        device=device,
+        device=launch.device_of(settings),
         model_path=settings.model or str(model.default_model_dir()),
         ports=launch.fixed_ports(settings),
         key=None if settings.insecure_dev else "",
@@ -450,11 +535,60 @@ def _plan(settings: ServeConfig) -> Iterator[str]:
     yield "# The router, once both answer GET /health."
     words = ["carryback", "router", "--host", settings.host, "--port", str(settings.port or 8000)]
     for command in commands:
-        words += [f"--{command.role}", f"{command.url},{command.events}"]
+        words += command.router_words()
     yield " \\\n  ".join(launch.by_option(words))
 
 
-def _engine(role: Literal["prefill", "decode"], text: str) -> EngineConfig:
+def _engine_plan(settings: EngineSettings, role: Role) -> Iterator[str]:
+    """What `engine` would become, as lines for a shell."""
+    if settings.model is None:
+        yield "carryback model fetch"
+    if settings.insecure_dev:
+        yield "# Without a key (insecure_dev)."
+    else:
+        yield f"# {launch.KEY} (of all engines) and {launch.EVENTS_KEY} (of all engines and routers) must be set."
+    command = launch.engine_command(
+        settings,
+        role,
+        model_path=settings.model or str(model.default_model_dir()),
+        address=address.advertised(settings.advertise_host, is_here=False),
+        key=None if settings.insecure_dev else "",
+    )
+    yield command.shell()
+    yield f"# For the router: {shlex.join(command.router_words())}"
+
+
+def _engine_command(settings: EngineSettings, role: Role) -> launch.EngineCommand:
+    """The command of an engine that can start here.
+
+    Raises:
+        ConfigError: it cannot; says what to change.
+    """
+    key = os.environ.get(launch.KEY)
+    missing = [
+        name for name, value in ((launch.KEY, key), (launch.EVENTS_KEY, settings.events_key)) if not value
+    ]
+    if missing and not settings.insecure_dev:
+        raise ConfigError(
+            f"{' and '.join(missing)} not set. Make each once, with `openssl rand -hex 32`, and set the same in "
+            f"the environment of all that share it: {launch.KEY} all engines, {launch.EVENTS_KEY} all engines and "
+            "routers. --insecure-dev runs without, where nobody else reaches the engines"
+        )
+    _checked_device(settings)
+    here = address.advertised(settings.advertise_host)
+    command = launch.engine_command(
+        settings, role, model_path=_model_path(settings.model), address=here, key=key
+    )
+    for setting, host, port in launch.sockets(settings, role, here):
+        if not launch.is_free(host, port):
+            raise ConfigError(
+                f"cannot listen on {host} port {port}: it is in use, or the address is not this machine's; give "
+                f"another --{setting} or --host"
+            )
+    return command
+
+
+def _engine(role: Role, text: str) -> EngineConfig:
     url, _, events = text.partition(",")
     try:
         return EngineConfig(role=role, url=url, events=events)
@@ -462,7 +596,7 @@ def _engine(role: Literal["prefill", "decode"], text: str) -> EngineConfig:
         first = error.errors(include_url=False)[0]
         raise ConfigError(
             f"--{role} {shlex.quote(text)}: {first['msg']}; "
-            "want URL,EVENTS, e.g. http://127.0.0.1:8100,tcp://127.0.0.1:8101"
+            "want URL or URL,EVENTS, e.g. http://10.0.0.5:8100 or http://10.0.0.5:8100,tcp://10.0.0.5:8101"
         ) from error
 
 
@@ -474,7 +608,23 @@ def _check_port(config: RouterConfig) -> None:
         )
 
 
-def _checked_model(name: str) -> str:
+def _check_engine_args(args: list[str] | None) -> None:
+    if args and not args[0].startswith("-"):
+        fail(f"unexpected argument {args[0]!r}; vLLM's arguments go after --", status=2)
+
+
+def _checked_device(settings: LaunchConfig) -> Device:
+    device = launch.device_of(settings)
+    if device == "cuda" and not launch.has_gpu():
+        raise ConfigError("device is cuda, and there is no NVIDIA GPU on this machine; give --device cpu")
+    return device
+
+
+def _model_path(name: str | None) -> str:
+    """What vLLM is to load; the default model is made if it is not there yet."""
+    if name is None:
+        err.print(f"default model: {model.NAME}")
+        return str(model.fetch_default_model())
     path = Path(name).expanduser()
     if path.is_dir():
         return str(path)

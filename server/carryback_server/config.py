@@ -1,4 +1,4 @@
-"""Configuration: of the router, and of a pair of engines started with it. Every timeout is in seconds."""
+"""Configuration: of the router, of an engine, and of a pair of engines with a router. Every timeout is in seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import ipaddress
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
@@ -31,6 +31,8 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from carryback_server.profiles import ProfileName
+
 # What `carryback serve` keeps to explain reuse, if nobody but this machine reaches it.
 EXPLAIN_BYTES = 64 * 1024 * 1024
 
@@ -40,8 +42,10 @@ class EngineConfig(BaseModel):
 
     Attributes:
         role: `prefill` or `decode`.
-        url: base URL of its OpenAI server, e.g. `http://127.0.0.1:8100` or `http://[::1]:8100`.
-        events: ZMQ address of its event publisher, e.g. `tcp://127.0.0.1:8101`.
+        url: base URL of its OpenAI server, e.g. `http://127.0.0.1:8100` or `http://[::1]:8100`. With
+            `dns+http://` it has `dns`.
+        events: ZMQ address of its event publisher, e.g. `tcp://127.0.0.1:8101`; the URL's host and the port
+            one above its own unless given.
         name: shown in logs and metrics; the URL's host and port unless given.
         dns: the URL's host is a name of many addresses, each of them an engine. It is resolved again every
             `dns_interval_s`. The host in `events` is replaced by the same address.
@@ -54,11 +58,18 @@ class EngineConfig(BaseModel):
 
     role: Literal["prefill", "decode"]
     url: str
-    events: str
+    events: str = ""
     name: str = ""
     dns: bool = False
     data_parallel_size: int = Field(default=1, gt=0)
     api_key: SecretStr | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_dns(cls, given: Any) -> Any:
+        if isinstance(given, dict) and str(given.get("url")).startswith("dns+"):
+            return {**given, "url": given["url"].removeprefix("dns+"), "dns": True}
+        return given
 
     @field_validator("url")
     @classmethod
@@ -69,11 +80,20 @@ class EngineConfig(BaseModel):
     @field_validator("events")
     @classmethod
     def _check_events(cls, events: str) -> str:
-        if not events.startswith("ipc://"):
+        if events and not events.startswith("ipc://"):
             _check_address(events, ("tcp",), "tcp://127.0.0.1:8101")
             if urlsplit(events).port is None:
                 raise ValueError("the port is missing: want an address such as tcp://127.0.0.1:8101")
         return events
+
+    @model_validator(mode="after")
+    def _find_events(self) -> Self:
+        if not self.events:
+            url = urlsplit(self.url)
+            if url.port is None or url.port == 65535:
+                raise ValueError(f"where are its events? {self.url} has no port that they could be one above")
+            self.events = f"tcp://{url.netloc.rpartition(':')[0]}:{url.port + 1}"
+        return self
 
     @model_validator(mode="after")
     def _check_many(self) -> Self:
@@ -143,7 +163,23 @@ def _check_names(engines: list[EngineConfig]) -> list[EngineConfig]:
 Engines = Annotated[list[EngineConfig], AfterValidator(_check_names)]
 
 
-class RouterConfig(BaseModel, extra="forbid"):
+class SharedConfig(BaseModel, extra="forbid"):
+    """What an engine and the routers in front of it have to be told alike."""
+
+    engine_api_key: str | None = Field(None, repr=False)
+    "Sent to the engines as a bearer token."
+    events_key: SecretStr | None = None
+    "The secret that engines and routers share for the events; they are open to all without one."
+    hold_s: float = Field(480.0, ge=0)
+    "How long a decode engine holds a finished turn's KV; 0 turns reuse off."
+    kv_recompute_threshold: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
+    """Tokens below which a prefill engine computes what it could read. `auto`: fewer than it takes for a read to
+    pay, as learned for each pair of engines; None: as the engines were started."""
+    prefill_lease_s: float = Field(30.0, gt=0)
+    "How long a prefill engine holds a prompt's KV for the decode engine, not counting its heartbeats."
+
+
+class RouterConfig(SharedConfig):
     """The router's settings. Bound to loopback unless told otherwise."""
 
     host: str = "127.0.0.1"
@@ -153,10 +189,6 @@ class RouterConfig(BaseModel, extra="forbid"):
     admin_port: int | None = Field(None, ge=0, le=65535)
     "One above `port` unless given; 0: a free one."
     engines: Engines = []
-    engine_api_key: str | None = Field(None, repr=False)
-    "Sent to the engines as a bearer token."
-    events_key: SecretStr | None = None
-    "The secret that engines and routers share for the events; they are open to all without one."
     dns_interval_s: float = Field(10.0, gt=0)
     "Between two resolutions of the engines' names that have `dns`."
 
@@ -200,19 +232,12 @@ class RouterConfig(BaseModel, extra="forbid"):
     held_event_wait_s: float = Field(2.0, ge=0)
     "How long the next turn waits for the event that says where the last turn's KV is, if it is late."
 
-    hold_s: float = Field(480.0, ge=0)
-    "How long a decode engine holds a finished turn's KV; 0 turns reuse off."
     hold_mid_turn_s: float = Field(120.0, ge=0)
     "The same while a tool runs: after an answer with tool calls, or one that did not come to its end."
     hold_first_s: float = Field(60.0, ge=0)
     "The same for a first request that names no conversation: it may be a one-shot."
-    kv_recompute_threshold: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
-    """Tokens below which a prefill engine computes what it could read. `auto`: fewer than it takes for a read to
-    pay, as learned for each pair of engines; None: as the engines were started."""
     pin_budget: float = Field(0.5, ge=0, le=1)
     "The share of a decode engine's KV blocks that may be held for absent conversations."
-    prefill_lease_s: float = Field(30.0, gt=0)
-    "How long a prefill engine holds a prompt's KV for the decode engine, not counting its heartbeats."
 
     tenants_file: Path | None = None
     "Who may ask for what, YAML; everybody without it."
@@ -285,33 +310,57 @@ class RouterSettings(_Settings, RouterConfig):
     "Processes that share the ports; more than one need a `redis://` state."
 
 
-class ServeConfig(_Settings, RouterConfig):
-    """`carryback serve`: the router's settings, and those of the two engines it starts.
-
-    `engines` stays empty: the engines are the two that are started.
-    """
+class LaunchConfig(SharedConfig):
+    """What an engine is started with."""
 
     model: str | None = None
     "A Hugging Face id or a folder, as vLLM takes it; the small default model unless given."
     served_model_name: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    profile: ProfileName | None = None
+    "Hardware and network, as `profiles.PROFILES` describes them."
+    engine_args: Words = []
+    "More vLLM arguments; they win over the ones that carryback would give."
+    kv_backend: str | None = None
+    "NIXL's transport; the profile's unless given, which is UCX without one."
+    cpu_kv_cache_gib: int = Field(1, gt=0)
+    "KV cache of an engine on a CPU, GiB."
+    insecure_dev: bool = False
+    "Run without a key for the proofs that engines give each other."
+
+
+class EngineSettings(_Settings, LaunchConfig):
+    """`carryback engine`: one engine on this machine, for routers and engines on any."""
+
+    devices: str | None = None
+    "Its GPUs, as in `CUDA_VISIBLE_DEVICES`; those that it sees unless given."
+    advertise_host: str | None = None
+    "This machine's address for routers and other engines; the one of its default route unless given."
+    host: str | None = None
+    "Address that it listens on for requests, and publishes its events on; the advertised one unless given."
+    port: int | None = Field(None, gt=0, le=65535)
+    "HTTP port; 8100 for prefill and 8200 for decode unless given."
+    events_port: int | None = Field(None, gt=0, le=65535)
+    "Of its events; one above `port` unless given."
+    side_channel_port: int | None = Field(None, gt=0, le=65535)
+    "Of NIXL's handshake; two above `port` unless given."
+
+
+class ServeConfig(_Settings, RouterConfig, LaunchConfig):
+    """`carryback serve`: the router's settings, and those of the two engines it starts.
+
+    `engines` stays empty: the engines are the two that are started.
+    """
+
     prefill_devices: str = "0"
     "GPUs of the prefill engine, as in `CUDA_VISIBLE_DEVICES`."
     decode_devices: str = "1"
     prefill_port: int = Field(0, ge=0, le=65535)
     "HTTP port of the prefill engine on loopback; 0: a free one."
     decode_port: int = Field(0, ge=0, le=65535)
-    engine_args: Words = []
-    "vLLM arguments for both engines; they win over the ones that carryback would give."
     prefill_args: Words = []
+    "As `engine_args`, for the prefill engine alone."
     decode_args: Words = []
-
-    kv_backend: str = "UCX"
-    "NIXL's transport; LIBFABRIC for EFA."
-    cpu_kv_cache_gib: int = Field(1, gt=0)
-    "KV cache of each engine on a CPU, GiB."
-    insecure_dev: bool = False
-    "Run without a key for the proofs that engines give each other."
 
     log_dir: Path | None = None
     "Engine logs; a folder for each run in the cache folder unless given."
@@ -344,7 +393,7 @@ def load(settings: type[SettingsT], file: Path | None = None, **flags: object) -
     """The settings from flags, environment and file, in this order.
 
     Args:
-        settings: `ServeConfig` or `RouterSettings`.
+        settings: `ServeConfig`, `RouterSettings` or `EngineSettings`.
         file: YAML, a mapping from setting to value.
         flags: values that were given on the command line; None counts as not given.
 

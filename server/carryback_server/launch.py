@@ -1,4 +1,4 @@
-"""What starts a prefill and a decode engine: command lines and environment. Starts nothing itself."""
+"""What starts engines, one or a pair: command lines and environment. Starts nothing itself."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from carryback_server import model
-from carryback_server.config import ConfigError, EngineConfig, ServeConfig
-
-Role = Literal["prefill", "decode"]
-Device = Literal["cpu", "cuda"]
+from carryback_server import model, profiles
+from carryback_server.config import ConfigError, EngineConfig, EngineSettings, LaunchConfig, ServeConfig
+from carryback_server.profiles import Device, Profile, Role
 
 # In an engine's environment, and never printed.
 KEY = "CARRYBACK_KEY"
@@ -37,7 +34,7 @@ _RESERVED = ("--model", "--served-model-name", "--host", "--port", "--api-key")
 
 @dataclass(frozen=True)
 class Ports:
-    """An engine's three ports on loopback: HTTP, our events, NIXL's handshake."""
+    """An engine's three ports: HTTP, our events, NIXL's handshake."""
 
     http: int
     events: int
@@ -54,7 +51,7 @@ class EngineCommand:
         argv: the command line.
         env: variables to set on top of the environment; some are secret (`SECRETS`).
         url: base URL of its OpenAI server, once it runs.
-        events: ZMQ address of its event publisher.
+        events: ZMQ address of its event publisher, for routers.
     """
 
     role: Role
@@ -67,6 +64,11 @@ class EngineCommand:
     def engine(self) -> EngineConfig:
         """The engine as the router's settings name it."""
         return EngineConfig(role=self.role, url=self.url, events=self.events, name=self.name)
+
+    def router_words(self) -> list[str]:
+        """The arguments of `carryback router` that name the engine."""
+        usual = EngineConfig(role=self.role, url=self.url).events
+        return [f"--{self.role}", self.url if self.events == usual else f"{self.url},{self.events}"]
 
     def shell(self) -> str:
         """The command as lines for a shell, without the secrets: those are to be exported before."""
@@ -83,6 +85,20 @@ def find_device(environ: Mapping[str, str] = os.environ) -> Device:
     """`cuda` on a machine with a GPU that this process may see, else `cpu`."""
     hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return "cuda" if has_gpu() and not hidden else "cpu"
+
+
+def device_of(config: LaunchConfig) -> Device:
+    """What engines are to run on.
+
+    Raises:
+        ConfigError: the profile is for another device.
+    """
+    if config.profile is None:
+        return find_device() if config.device == "auto" else config.device
+    wanted = profiles.PROFILES[config.profile].device
+    if config.device not in ("auto", wanted):
+        raise ConfigError(f"profile {config.profile} is for device {wanted}; leave device to it")
+    return wanted
 
 
 def free_ports(count: int) -> list[int]:
@@ -111,10 +127,33 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
+def usual_ports(role: Role, http: int | None = None) -> Ports:
+    """Ports of an engine that others have to find: the given one, else 8100 or 8200, and the two after."""
+    first = http or _FIRST_PORT[role]
+    return Ports(http=first, events=first + 1, side_channel=first + 2)
+
+
+def engine_ports(config: EngineSettings, role: Role) -> Ports:
+    """Ports of an engine on a machine of its own."""
+    usual = usual_ports(role, config.port)
+    return Ports(
+        usual.http, config.events_port or usual.events, config.side_channel_port or usual.side_channel
+    )
+
+
+def sockets(config: EngineSettings, role: Role, address: str) -> list[tuple[str, str, int]]:
+    """Where an engine listens: the setting of the port, the host, and the port."""
+    ports, host = engine_ports(config, role), config.host or address
+    return [
+        ("port", host, ports.http),
+        ("events-port", host, ports.events),
+        ("side-channel-port", address, ports.side_channel),
+    ]
+
+
 def fixed_ports(config: ServeConfig) -> dict[Role, Ports]:
-    """Ports for commands that somebody starts by hand: the configured ones, else 8100 and 8200, and the two after."""
-    first = {role: given or _FIRST_PORT[role] for role, given in _given_ports(config).items()}
-    return {role: Ports(http=port, events=port + 1, side_channel=port + 2) for role, port in first.items()}
+    """Ports for commands that somebody starts by hand."""
+    return {role: usual_ports(role, port) for role, port in _given_ports(config).items()}
 
 
 @contextmanager
@@ -160,7 +199,7 @@ def _given_ports(config: ServeConfig) -> dict[Role, int]:
     return {"prefill": config.prefill_port, "decode": config.decode_port}
 
 
-def served_name(config: ServeConfig) -> str:
+def served_name(config: LaunchConfig) -> str:
     """The model's name in requests."""
     return config.served_model_name or config.model or model.NAME
 
@@ -187,51 +226,131 @@ def engine_commands(
     Raises:
         ConfigError: the engine arguments hold one that carryback sets by a setting of its own.
     """
-    shared_env = {"PYTHONHASHSEED": "0"}  # equal block hashes in both engines
-    if key is not None:
-        shared_env[KEY] = key
-    elif config.insecure_dev:
-        shared_env["CARRYBACK_INSECURE_DEV"] = "1"
-    if config.engine_api_key is not None:
-        shared_env[ENGINE_API_KEY] = config.engine_api_key
-    if config.events_key is not None:
-        shared_env[EVENTS_KEY] = config.events_key.get_secret_value()
-    shared_env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_NIXL_SIDE_CHANNEL_HOST": _LOOPBACK}
-    if config.model is None:
-        shared_env["HF_HUB_OFFLINE"] = "1"  # the default model is on disk
-
-    commands = []
-    for role in ("prefill", "decode"):
-        mine = ports[role]
-        extra = [*config.engine_args, *(config.prefill_args if role == "prefill" else config.decode_args)]
-        for flag in _RESERVED:
-            if has_flag(extra, flag):
-                raise ConfigError(f"{flag} among the engine arguments; give it to carryback serve itself")
-        env = shared_env | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(mine.side_channel)}
-        if device == "cpu":
-            env |= _cpu_environment(config, extra, environ)
-        else:
-            env["CUDA_VISIBLE_DEVICES"] = (
-                config.prefill_devices if role == "prefill" else config.decode_devices
-            )
-        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        argv += ["--model", model_path, "--served-model-name", served_name(config)]
-        argv += ["--host", _LOOPBACK, "--port", str(mine.http)]
-        events = f"tcp://{_LOOPBACK}:{mine.events}"
-        for option in _options(config, role, device, events):
-            if not has_flag(extra, option[0]):
-                argv += option
-        commands.append(
-            EngineCommand(
-                role=role,
-                name=role,
-                argv=argv + extra,
-                env=env,
-                url=f"http://{_LOOPBACK}:{mine.http}",
-                events=events,
-            )
+    per_role: dict[Role, tuple[str, list[str]]] = {
+        "prefill": (config.prefill_devices, config.prefill_args),
+        "decode": (config.decode_devices, config.decode_args),
+    }
+    return [
+        _command(
+            config,
+            role,
+            args,
+            device=device,
+            devices=devices,
+            model_path=model_path,
+            ports=ports[role],
+            key=key,
+            # The router has a core, too.
+            threads=(_cores() - 1) // 2,
+            environ=environ,
         )
-    return commands
+        for role, (devices, args) in per_role.items()
+    ]
+
+
+def engine_command(
+    config: EngineSettings,
+    role: Role,
+    *,
+    model_path: str,
+    address: str,
+    key: str | None,
+    environ: Mapping[str, str] = os.environ,
+) -> EngineCommand:
+    """The command of one engine that others find at an address; arguments as for `engine_commands`.
+
+    Args:
+        address: IP address of this machine for routers and other engines.
+
+    Raises:
+        ConfigError: as `engine_commands`; or two of its ports are one.
+    """
+    ports = engine_ports(config, role)
+    if len({ports.http, ports.events, ports.side_channel}) < 3:
+        raise ConfigError(f"port, events_port and side_channel_port must be three ports, and are {ports}")
+    return _command(
+        config,
+        role,
+        [],
+        device=device_of(config),
+        devices=config.devices,
+        model_path=model_path,
+        ports=ports,
+        key=key,
+        address=address,
+        bind=config.host or address,
+        threads=_cores() - 1,
+        environ=environ,
+    )
+
+
+def _command(
+    config: LaunchConfig,
+    role: Role,
+    args: Sequence[str],
+    *,
+    device: Device,
+    devices: str | None,
+    model_path: str,
+    ports: Ports,
+    key: str | None,
+    threads: int,
+    environ: Mapping[str, str],
+    address: str = _LOOPBACK,
+    bind: str = _LOOPBACK,
+) -> EngineCommand:
+    extra = [*config.engine_args, *args]
+    for flag in _RESERVED:
+        if has_flag(extra, flag):
+            raise ConfigError(f"{flag} among the engine arguments: it is a setting of carryback itself")
+    profile = profiles.find(config.profile, device)
+    env = {"PYTHONHASHSEED": "0"}  # equal block hashes in all engines
+    if key is not None:
+        env[KEY] = key
+    elif config.insecure_dev:
+        env["CARRYBACK_INSECURE_DEV"] = "1"
+    if config.engine_api_key is not None:
+        env[ENGINE_API_KEY] = config.engine_api_key
+    if config.events_key is not None:
+        env[EVENTS_KEY] = config.events_key.get_secret_value()
+    env |= {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": address,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.side_channel),
+    }
+    if config.model is None:
+        env["HF_HUB_OFFLINE"] = "1"  # the default model is on disk
+    if profile.devices_variable and devices is not None:
+        env[profile.devices_variable] = devices
+    for name, value in profile.env.items():
+        if name == "VLLM_CPU_KVCACHE_SPACE" and has_flag(extra, "--kv-cache-memory-bytes"):
+            continue
+        filled = value.format(threads=max(1, threads), kv_cache_gib=config.cpu_kv_cache_gib)
+        env[name] = environ.get(name, filled)
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", model_path, "--served-model-name", served_name(config)]
+    argv += ["--host", bind, "--port", str(ports.http)]
+    kv_transfer = _kv_transfer(config, role, profile, f"tcp://{in_url(bind)}:{ports.events}")
+    for option, text in (_options(config, role, profile) | {"--kv-transfer-config": kv_transfer}).items():
+        if not has_flag(extra, option):
+            argv += [option, text] if text else [option]
+    return EngineCommand(
+        role=role,
+        name=role,
+        argv=argv + extra,
+        env=env,
+        url=f"http://{in_url(address)}:{ports.http}",
+        events=f"tcp://{in_url(address)}:{ports.events}",
+    )
+
+
+def in_url(host: str) -> str:
+    """A host as it stands in a URL: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def has_flag(args: Sequence[str], flag: str) -> bool:
@@ -244,66 +363,43 @@ def has_flag(args: Sequence[str], flag: str) -> bool:
     return False
 
 
-def _options(config: ServeConfig, role: Role, device: Device, events: str) -> list[list[str]]:
-    options = [
-        ["--kv-transfer-config", json.dumps(_kv_transfer(config, role, events))],
-        # One algorithm whose hashes do not depend on the process.
-        ["--prefix-caching-hash-algo", "sha256_cbor"],
-    ]
+def _options(config: LaunchConfig, role: Role, profile: Profile) -> dict[str, str]:
+    # One algorithm whose hashes do not depend on the process.
+    options = {"--prefix-caching-hash-algo": "sha256_cbor"}
     if config.model is None:
-        options += [
-            ["--chat-template", str(model.CHAT_TEMPLATE)],
-            ["--enable-auto-tool-choice"],
-            ["--tool-call-parser", "hermes"],
-        ]
-    if device == "cpu":
-        options += [
-            ["--dtype", "float32"],  # bfloat16 is many times slower without AVX-512
-            ["--block-size", "32"],  # the CPU's attention wants a multiple of 32
-            ["--enforce-eager"],  # compiling takes a minute a start, and gains little here
-        ]
-        if config.model is None:
-            options += [
-                ["--max-model-len", "8192"],
-                ["--max-num-batched-tokens", "2048"],
-                ["--max-num-seqs", "32"],
-            ]
-    return options
+        options |= {
+            "--chat-template": str(model.CHAT_TEMPLATE),
+            "--enable-auto-tool-choice": "",
+            "--tool-call-parser": "hermes",
+        }
+        if profile.device == "cpu":
+            options |= {"--max-model-len": "8192", "--max-num-batched-tokens": "2048", "--max-num-seqs": "32"}
+    recipe = profiles.recipe_args(config.profile, config.model)
+    return {**options, **profile.role_args(role), **recipe}
 
 
-def _kv_transfer(config: ServeConfig, role: Role, events: str) -> dict[str, object]:
+def _kv_transfer(config: LaunchConfig, role: Role, profile: Profile, events: str) -> str:
     threshold = config.kv_recompute_threshold
-    return {
-        "kv_connector": "CarrybackConnector",
-        "kv_connector_module_path": "carryback_vllm.connector",
-        "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
-        # Prefill can always compute a prompt. Decode reports the failure, and the router tries once more.
-        "kv_load_failure_policy": "recompute" if role == "prefill" else "fail",
-        "kv_connector_extra_config": {
-            "bidirectional_kv_xfer": True,
-            # With `auto`, until something was learned.
-            "kv_recompute_threshold": threshold if isinstance(threshold, int) else RECOMPUTE_THRESHOLD,
-            # Whole seconds, and vLLM sends heartbeats at a sixth of the lease.
-            "decoder_kv_blocks_ttl": max(1, math.ceil(config.hold_s)),
-            "kv_lease_duration": max(6, math.ceil(config.prefill_lease_s)),
-            "backends": [config.kv_backend],
-            "carryback_events": events,
-        },
-    }
-
-
-def _cpu_environment(config: ServeConfig, extra: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    # Two engines, each with a NIXL thread, and the router share the cores; threads bound to the same
-    # core or spinning for each other make them many times slower.
-    threads = max(1, (len(os.sched_getaffinity(0)) - 1) // 2)
-    env = {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "passive",
-    }
-    if not has_flag(extra, "--kv-cache-memory-bytes"):
-        env["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_kv_cache_gib)
-    return {name: environ.get(name, value) for name, value in env.items()}
+    return json.dumps(
+        {
+            "kv_connector": "CarrybackConnector",
+            "kv_connector_module_path": "carryback_vllm.connector",
+            "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+            "kv_buffer_device": profile.kv_buffer_device,
+            # Prefill can always compute a prompt. Decode reports the failure, and the router tries once more.
+            "kv_load_failure_policy": "recompute" if role == "prefill" else "fail",
+            "kv_connector_extra_config": {
+                "bidirectional_kv_xfer": True,
+                # With `auto`, until something was learned.
+                "kv_recompute_threshold": threshold if isinstance(threshold, int) else RECOMPUTE_THRESHOLD,
+                # Whole seconds, and vLLM sends heartbeats at a sixth of the lease.
+                "decoder_kv_blocks_ttl": max(1, math.ceil(config.hold_s)),
+                "kv_lease_duration": max(6, math.ceil(config.prefill_lease_s)),
+                "backends": [config.kv_backend] if config.kv_backend else list(profile.backends),
+                "carryback_events": events,
+            },
+        }
+    )
 
 
 def by_option(argv: Sequence[str]) -> list[str]:

@@ -51,8 +51,8 @@ def test_dry_run_for_two_gpus() -> None:
         assert words[words.index("--port") + 1] == url.rsplit(":", 1)[1]
         assert words[-2:] == ["--max-model-len", "32768"]
     assert router[:2] == ["carryback", "router"]
-    assert router[router.index("--prefill") + 1] == "http://127.0.0.1:8100,tcp://127.0.0.1:8101"
-    assert router[router.index("--decode") + 1] == "http://127.0.0.1:8200,tcp://127.0.0.1:8201"
+    assert router[router.index("--prefill") + 1] == "http://127.0.0.1:8100"
+    assert router[router.index("--decode") + 1] == "http://127.0.0.1:8200"
 
 
 def test_dry_run_needs_neither_vllm_nor_the_model(tmp_path: Path) -> None:
@@ -158,8 +158,9 @@ def test_arguments_before_the_dashes() -> None:
     ("args", "message"),
     [
         ([], "no decode engine"),
-        (["--decode", "127.0.0.1:8200"], "want URL,EVENTS"),
-        (["--decode", "http://x"], "want URL,EVENTS"),
+        (["--decode", "127.0.0.1:8200"], "want URL or URL,EVENTS"),
+        (["--decode", "http://x"], "where are its events"),
+        (["--decode", "dns+https://x:1"], "dns needs http"),
     ],
 )
 def test_router_needs_engines(args: list[str], message: str) -> None:

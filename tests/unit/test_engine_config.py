@@ -56,6 +56,38 @@ def test_an_address_that_is_wrong_is_refused_with_the_right_way_to_write_it(
 
 
 @pytest.mark.parametrize(
+    ("url", "events"),
+    [
+        ("http://10.0.0.5:8100", "tcp://10.0.0.5:8101"),
+        ("http://[fd00::5]:8200/", "tcp://[fd00::5]:8201"),
+        ("https://decode.example:9000/engine", "tcp://decode.example:9001"),
+        ("dns+http://decode.models.svc:8200", "tcp://decode.models.svc:8201"),
+    ],
+)
+def test_events_are_one_port_above_unless_given(url: str, events: str) -> None:
+    assert EngineConfig(role="decode", url=url).events == events
+    assert EngineConfig(role="decode", url=url, events="tcp://h:5").events == "tcp://h:5"
+
+
+@pytest.mark.parametrize("url", ["http://decode", "http://decode:65535"])
+def test_no_port_for_the_events(url: str) -> None:
+    with pytest.raises(ValidationError, match="where are its events"):
+        EngineConfig(role="decode", url=url)
+
+
+def test_all_engines_of_a_name(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("engines: [{role: decode, url: 'dns+http://decode.models.svc:8200'}]")
+    (engine,) = load(RouterSettings, file).engines
+    assert (engine.url, engine.dns) == ("http://decode.models.svc:8200", True)
+    assert engine == config(
+        url="http://decode.models.svc:8200", events="tcp://decode.models.svc:8201", dns=True
+    )
+    with pytest.raises(ValidationError, match="dns needs http"):
+        config(url="dns+https://decode:1")
+
+
+@pytest.mark.parametrize(
     ("fields", "hint"),
     [
         ({"dns": True, "name": "d"}, "name"),
@@ -94,8 +126,8 @@ def test_keys_are_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_missing_field_does_not_show_the_key_beside_it(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("engines: [{role: decode, url: 'http://d:1', api_key: 5ec7e7}]")
-    with pytest.raises(ConfigError, match=r"engines\.0\.events") as caught:
+    file.write_text("engines: [{role: decode, events: 'tcp://d:1', api_key: 5ec7e7}]")
+    with pytest.raises(ConfigError, match=r"engines\.0\.url") as caught:
         load(RouterSettings, file)
     assert "5ec7e7" not in str(caught.value)
 

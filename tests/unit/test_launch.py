@@ -159,7 +159,7 @@ def test_the_operators_environment_wins() -> None:
 
 @pytest.mark.parametrize("args", [["--port", "1"], ["--model=x"], ["--served_model_name", "x"]])
 def test_arguments_that_are_settings_are_refused(args: list[str]) -> None:
-    with pytest.raises(ConfigError, match="give it to carryback serve itself"):
+    with pytest.raises(ConfigError, match="is a setting of carryback itself"):
         build(engine_args=args)
 
 
