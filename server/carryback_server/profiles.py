@@ -264,6 +264,6 @@ def find(name: ProfileName | None, device: Device) -> Profile:
 def recipe_args(name: ProfileName | None, model: str | None) -> Mapping[str, str]:
     """vLLM options for a model in a profile; none if there is no recipe for the two."""
     recipe = RECIPES.get(model or "")
-    if recipe is None or name not in recipe.tensor_parallel:
+    if recipe is None or name is None or name not in recipe.tensor_parallel:
         return {}
     return {"--tensor-parallel-size": str(recipe.tensor_parallel[name]), **recipe.args}

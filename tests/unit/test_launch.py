@@ -13,13 +13,13 @@ from carryback_server.config import ConfigError, ServeConfig, load
 from carryback_server.launch import (
     EngineCommand,
     Ports,
-    Role,
     engine_commands,
     free_ports,
     has_flag,
     is_free,
     reserved_ports,
 )
+from carryback_server.profiles import Role
 
 PORTS: dict[Role, Ports] = {"prefill": Ports(8100, 8101, 8102), "decode": Ports(8200, 8201, 8202)}
 

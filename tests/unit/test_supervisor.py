@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from carryback_server.guard import alive
-from carryback_server.launch import EngineCommand, Role, free_ports
+from carryback_server.launch import EngineCommand, free_ports
+from carryback_server.profiles import Role
 from carryback_server.supervisor import EngineFailed, Engines
 
 # Serves /health after a child was started and shared memory made, as vLLM does. Flags change how it behaves.

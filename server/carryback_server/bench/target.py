@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 from carryback_server import launch, model
 from carryback_server.config import ConfigError, ServeConfig, load
-from carryback_server.launch import Device, EngineCommand, Ports
+from carryback_server.launch import EngineCommand, Ports
+from carryback_server.profiles import Device
 from carryback_server.supervisor import Engines
 
 # More than `carryback serve` needs, which waits for its engines.
