@@ -2,6 +2,7 @@
 
     python benchmarks/dashboard.py --agents 500 --seconds 60 --pictures pictures
     python benchmarks/dashboard.py --agents 40                    # until interrupted; prints the address
+    python benchmarks/dashboard.py --url http://127.0.0.1:8001 --pictures pictures    # of a router that runs
 
 The engines take as long as they are told: so long for each token that has to be computed, and much less for
 one that is read back. Needs the tests' packages and Chromium for pictures.
@@ -97,10 +98,14 @@ async def main() -> None:
     parser.add_argument("--pace-s", type=float, default=3.0, help="between an agent's turns, on average")
     parser.add_argument("--seconds", type=float, default=0, help="until the pictures; 0: until interrupted")
     parser.add_argument("--pictures", type=Path, help="folder for pictures")
+    parser.add_argument("--url", help="operators' port of a router that runs: pictures of that, and no agents")
     parser.add_argument("--chromium", default="/usr/bin/chromium")
     args = parser.parse_args()
     if args.pictures is not None:
         args.pictures.mkdir(parents=True, exist_ok=True)
+    if args.url is not None:
+        await photograph(f"{args.url}/dashboard", args.pictures or Path(), args.chromium)
+        return
     async with AsyncExitStack() as stack:
         cluster = Cluster(stack)
         await cluster.start()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import re
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -33,9 +35,9 @@ class Engines:
         self._context = zmq.asyncio.Context()
         self._sockets = {}
         for command in pair.commands:
-            socket = self._sockets[command.role] = self._context.socket(zmq.SUB)
-            socket.subscribe(b"")
+            socket = self._sockets[command.role] = self._context.socket(zmq.XSUB)
             socket.connect(command.events)
+            socket.send(b"\x01")  # subscribed to all
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -62,6 +64,10 @@ class Engines:
         """Make an engine let go of a request's KV."""
         nothing = {"model": NAME, "prompt": "x", "max_tokens": 1}
         await self.ask(role, "/v1/completions", nothing, carryback_release=[request_id])
+
+    async def go(self, key: str, params: dict[str, Any]) -> None:
+        """Tell a request that waits at the decode engine how it goes on."""
+        await self._sockets["decode"].send(events.encode_go(events.Go(key, json.dumps(params).encode())))
 
     async def next(self, role: str, kind: type[Any]) -> Any:
         """The next event of a kind from an engine."""
@@ -98,6 +104,12 @@ def record(held: events.Held) -> dict[str, Any]:
     params: dict[str, Any] = json.loads(held.record)
     params["carryback"]["digests"] = base64.b64encode(held.digests).decode()
     return params
+
+
+def said(answer: dict[str, Any]) -> str:
+    """An answer without what is new in each."""
+    kept = {name: answer.get(name) for name in ("choices", "output", "content") if answer.get(name)}
+    return re.sub(r'"(id|encrypted_content)": "[^"]*"', "", json.dumps(kept))
 
 
 def request(path: str, text: str, salt: str) -> dict[str, Any]:
@@ -174,6 +186,70 @@ async def test_a_prefill_engine_says_what_waits_for_its_reader(pair: Pair, engin
 
     await eventually(is_read, WITHIN_S, "prefill still holds KV")
     await pair.assert_unpinned()
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_a_request_waits_until_it_is_told_how_to_go_on(pair: Pair, engines: Engines, path: str) -> None:
+    body = request(path, document(6, 20), "salt")
+    mine = {"carryback_key": key(), "hold_s": 60}
+    asked = asyncio.create_task(engines.ask("decode", path, body, **mine, carryback_await=60))
+    params, _ = await engines.prefill(path, body, {})
+    await asyncio.sleep(1)
+    assert not asked.done()
+    await engines.go(mine["carryback_key"], params)
+    answer = await asked
+    assert (await engines.next("decode", events.Held)).generated == 8
+    assert (await engines.hello("prefill")).pinned == 0  # it was read
+    alone = await engines.ask("decode", path, body, hold_s=0, carryback_key=key())
+    assert said(answer) == said(alone)
+    await engines.release("decode", (await engines.next("decode", events.Held)).request)
+
+
+async def test_a_request_does_not_wait_for_ever(pair: Pair, engines: Engines) -> None:
+    path = "/v1/completions"
+    body = request(path, document(7, 20), "salt")
+    waited = await engines.ask("decode", path, body, hold_s=0, carryback_key=key(), carryback_await=1)
+    nonsense = key()
+    await engines.go(nonsense, {"do_remote_prefill": True, "remote_block_ids": [[1, 2, 3]], "tp_size": "x"})
+    told = await engines.ask("decode", path, body, hold_s=0, carryback_key=nonsense, carryback_await=60)
+    assert said(waited) == said(told)
+    await pair.assert_unpinned()
+
+
+async def test_a_prefill_engine_says_in_an_event_what_it_answers(engines: Engines) -> None:
+    path = "/v1/chat/completions"
+    body = request(path, document(8, 20), "salt") | {ENDPOINTS[path][0]: 1}
+    mine = key()
+    answer = await engines.ask(
+        "prefill",
+        path,
+        body,
+        do_remote_decode=True,
+        do_remote_prefill=False,
+        carryback_key=mine,
+        carryback_tell=True,
+    )
+    told = await engines.next("prefill", events.Prefilled)
+    assert told.key == mine
+    params = answer["kv_transfer_params"]
+    assert json.loads(told.params) == params
+    work = params["carryback_work"]
+    assert work["computed"] == params["carryback_reuse"]["recomputed"] > 100
+    assert work["compute_s"] > 0 == work["read_s"]
+    await engines.release("prefill", params["remote_request_id"])
+
+
+async def test_the_threshold_of_a_request_is_the_routers(engines: Engines) -> None:
+    path = "/v1/completions"
+    body = request(path, document(9, 20), "salt")
+    for threshold, reason in ((10**6, "below_threshold"), (1, "verified")):
+        await engines.ask("decode", path, body, carryback_key=key(), hold_s=60)
+        held = await engines.next("decode", events.Held)
+        params, report = await engines.prefill(path, body, record(held) | {"carryback_threshold": threshold})
+        assert report["reason"] == reason
+        assert (params["carryback_work"]["read_s"] > 0) == (reason == "verified")
+        assert (await engines.next("decode", events.Released)).key == held.key
+        await engines.release("prefill", params["remote_request_id"])
 
 
 async def test_ranks_are_addressed_by_all_endpoints_but_responses(pair: Pair) -> None:
