@@ -16,6 +16,7 @@ from carryback.wire import events
 from pydantic import SecretStr
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
+from carryback_server.alike import Need
 from carryback_server.config import RouterConfig
 from carryback_server.ejection import Ejection
 from carryback_server.errors import ApiError
@@ -159,6 +160,11 @@ class Engine:
         pinned: KV blocks that it holds for absent readers, for all routers, as it says.
         capacity: KV blocks that it has; 0 until it said so.
         takes_go: requests can be sent to it to wait for a `Go`.
+        about: what it says that it is (`carryback.wire.events.about_of`); empty until it said so.
+        clock_offset_s: by how much its wall clock is ahead of this machine's, as its last event came; None
+            until it said so.
+        mismatches: why no engine can read its KV, or it none of theirs, by the other's name.
+        misheard: what was wrong with the latest event that could not be read; empty if there was none.
         say: sends a frame to it over the connection on which its events come, if there is one.
     """
 
@@ -186,6 +192,11 @@ class Engine:
         self._gauges = metrics.engine(site.role, site.name)
         self._may_eject = may_eject
         self.takes_go = False
+        self.about: dict[str, Any] = {}
+        self._about = b""
+        self.clock_offset_s: float | None = None
+        self.mismatches: dict[str, list[Need]] = {}
+        self.misheard = ""
         self.say: Callable[[bytes], None] | None = None
         self._last_event = -math.inf
         self._seq = 0
@@ -236,7 +247,14 @@ class Engine:
             "capacity_blocks": self.capacity,
             "models": self.models,
             "events": self.is_heard,
+            "events_address": self.site.events,
             "ejections": self.ejection.count,
+            "about": self.about,
+            "clock_offset_s": self.clock_offset_s,
+            "mismatches": {
+                name: [f"{need.name} ({need.set_by}): {need.outcome}" for need in needs]
+                for name, needs in self.mismatches.items()
+            },
         }
 
     def show(self) -> None:
@@ -248,6 +266,7 @@ class Engine:
         self._gauges.load_tokens.set(self.load)
         self._gauges.pinned_blocks.set(self.pinned)
         self._gauges.capacity_blocks.set(self.capacity)
+        self._gauges.mismatched.set(len(self.mismatches))
 
     def busy(self, tokens: int) -> Visit:
         """Count a request as being at the engine while in the context that this returns.
@@ -408,6 +427,7 @@ class Engine:
             self.run = event.engine
             self.pinned = 0
             self.takes_go = False
+            self.clock_offset_s = None
             self.ejection.reset()
         elif now - self._last_event >= HELLO_LOST_S:
             # Between two events that arrive, other routers' are published, whose number says nothing.
@@ -421,7 +441,22 @@ class Engine:
         if isinstance(event, events.Hello):
             self.capacity = event.capacity
             self.takes_go = event.takes_go
+            self._know(event)
         return is_new
+
+    def _know(self, hello: events.Hello) -> None:
+        if hello.time_ns:
+            self.clock_offset_s = (hello.time_ns - time.time_ns()) / 1e9
+        if (about := bytes(hello.about)) != self._about:
+            self._about = about
+            self.about = events.about_of(hello)
+
+    def mishear(self, why: str) -> None:
+        """An event came that cannot be read. The engine serves, and what it says that can be read counts."""
+        self._metrics.engine_events_refused.labels(self.role, self.name).inc()
+        if why != self.misheard:
+            self.misheard = why
+            logger.error("%s engine %s: %s; nothing of that is reused", self.role, self.name, why)
 
     def close(self) -> None:
         """Close the connections that are idle."""

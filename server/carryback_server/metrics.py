@@ -74,6 +74,7 @@ class EngineMetrics:
         load_tokens: tokens of those, the measure of how busy it is.
         pinned_blocks: KV blocks that it holds for absent readers, by its own account.
         capacity_blocks: KV blocks that it has.
+        mismatched: engines of the other role with which it cannot exchange KV, as they are set up.
     """
 
     up: Gauge
@@ -83,6 +84,7 @@ class EngineMetrics:
     load_tokens: Gauge
     pinned_blocks: Gauge
     capacity_blocks: Gauge
+    mismatched: Gauge
 
 
 class Metrics:
@@ -206,11 +208,20 @@ class Metrics:
         self.engine_capacity_blocks = gauge(
             "engine_capacity_blocks", "KV blocks that an engine has.", *at, over_workers="livemax"
         )
+        self.engine_mismatched = gauge(
+            "engine_mismatched",
+            "Engines of the other role with which an engine cannot exchange KV: key, model or blocks differ.",
+            *at,
+            over_workers="livemax",
+        )
         self.engine_ejections = counter(
             "engine_ejections", "Times that an engine was ejected.", *at, "reason"
         )
         self.engine_events_missed = counter(
             "engine_events_missed", "Events of an engine that did not arrive, by gaps in their numbers.", *at
+        )
+        self.engine_events_refused = counter(
+            "engine_events_refused", "Events of an engine that this release of the router cannot read.", *at
         )
 
         # -- tenants
@@ -373,4 +384,5 @@ class Metrics:
             self.engine_load_tokens,
             self.engine_pinned_blocks,
             self.engine_capacity_blocks,
+            self.engine_mismatched,
         )

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import zmq
 from carryback.wire import curve, events
 
+from carryback_server.alike import Need, differences
 from carryback_server.config import EngineConfig, RouterConfig
 from carryback_server.engines import HELLO_LOST_S, Engine, Role, Site
 from carryback_server.metrics import Metrics
@@ -185,7 +186,7 @@ class Pool:
                 if self.find(engine.name, engine.role) is engine:  # not one that leaves its name to another
                     engine.show()
                 done = done + 1 if engine.is_done else 0
-                if engine.is_heard or not engine.is_up:
+                if engine.is_heard or not engine.is_up or engine.misheard:
                     heard, has_complained = time.monotonic(), False
                 elif time.monotonic() - heard >= UNHEARD_S and not has_complained:
                     has_complained = True
@@ -195,6 +196,7 @@ class Pool:
                         engine.role, engine.name, engine.site.events,
                     )  # fmt: skip
             del self._minders[engine]  # before anything is waited for: it must not be configured again now
+            self._compare()
             if self.find(engine.name, engine.role) is None:
                 self._metrics.forget_engine(engine.role, engine.name)
             self._on_lost(engine, None)
@@ -232,10 +234,30 @@ class Pool:
 
     def take(self, engine: Engine, event: events.Event) -> None:
         """An event of an engine has come."""
+        about = engine.about
         if engine.hear(event):
             self._on_lost(engine, event.engine)
+        if engine.about is not about:
+            self._compare()
         if not isinstance(event, events.Hello):
             self._on_event(engine, event)
+
+    def _compare(self) -> None:
+        """Find the engines between which nothing can be reused, and say so once."""
+        for engine in self._minders:
+            found: dict[str, list[Need]] = {}
+            for other in self._minders:
+                if other.role != engine.role and (needs := differences(engine.about, other.about)):
+                    found[other.name] = needs
+            for name in found if engine.role == "prefill" else ():
+                for need in found[name]:
+                    if need not in engine.mismatches.get(name, ()):
+                        logger.warning(
+                            "prefill engine %s and decode engine %s have not the same %s: nothing is reused "
+                            "between them, since %s. Give all engines the same (%s)",
+                            engine.name, name, need.name, need.outcome, need.set_by,
+                        )  # fmt: skip
+            engine.mismatches = found
 
 
 class _Hearing:
@@ -245,7 +267,6 @@ class _Hearing:
         self._pool = pool
         self._engine = engine
         self._subscriber = subscriber
-        self._complaint = ""
 
     def read(self) -> None:
         """Take all that has come. The descriptor tells of no more until nothing is left."""
@@ -271,9 +292,7 @@ class _Hearing:
         try:
             event = events.decode(payload)
         except ValueError as error:
-            if str(error) != self._complaint:
-                self._complaint = str(error)
-                logger.error("%s engine %s: %s", engine.role, engine.name, self._complaint)
+            engine.mishear(str(error))
             return
         try:
             self._pool.take(engine, event)

@@ -9,7 +9,9 @@ import queue
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 from carryback.wire.curve import key_pair
@@ -24,6 +26,7 @@ from carryback.wire.events import (
     decode_go,
     encode,
 )
+from carryback.wire.events import about as encode_about
 from zmq.auth.thread import ThreadAuthenticator
 
 KEY_VARIABLE = "CARRYBACK_EVENTS_KEY"
@@ -59,6 +62,7 @@ class Publisher:
         engine: this engine's id, new with every start.
         capacity: KV blocks that the engine has.
         secret: what engines and routers share; only who has it can subscribe. None: anybody can.
+        about: what this engine is, for `wire.events.about_of`.
 
     Attributes:
         pinned: KV blocks held for absent readers now. The owner sets it before it announces a change.
@@ -67,9 +71,18 @@ class Publisher:
         RuntimeError: the address cannot be bound; names the setting.
     """
 
-    def __init__(self, address: str, engine: str, *, capacity: int, secret: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        engine: str,
+        *,
+        capacity: int,
+        secret: str | None = None,
+        about: Mapping[str, Any] = {},
+    ) -> None:
         self.engine = engine
         self.pinned = 0
+        self._about = encode_about(about)
         self._capacity = capacity
         self._seq = 0
         self._complaint = ""
@@ -175,7 +188,10 @@ class Publisher:
             # However many events there are: a router hears only those for it, and this.
             wait = hello_due - time.monotonic()
             if wait <= 0:
-                hello = Hello(self.engine, sent, self.pinned, self._capacity, takes_go=True)
+                hello = Hello(
+                    self.engine, sent, self.pinned, self._capacity,
+                    takes_go=True, about=self._about, time_ns=time.time_ns(),
+                )  # fmt: skip
                 self._socket.send_multipart(encode(hello))
                 hello_due = time.monotonic() + HELLO_INTERVAL_S
                 continue

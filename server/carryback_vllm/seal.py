@@ -27,6 +27,8 @@ from typing import Any
 KEY_VARIABLE = "CARRYBACK_KEY"
 INSECURE_VARIABLE = "CARRYBACK_INSECURE_DEV"
 DIGEST_BYTES = 16
+# Of what a seal says, and how. Engines of another one compute rather than read.
+VERSION = 1
 
 # What the reader acts on, and so what the mac covers besides the seal's own fields.
 SEALED_FIELDS = (
@@ -52,6 +54,7 @@ class Sealer:
 
     def __init__(self, key: bytes) -> None:
         self._key = blake2b(key, person=b"carryback key").digest()
+        self._has_key = bool(key)
 
     @classmethod
     def from_environment(cls) -> Sealer:
@@ -68,6 +71,13 @@ class Sealer:
                 "(carryback serve --insecure-dev) on a machine that nobody else reaches."
             )
         return cls(key.encode())
+
+    @property
+    def fingerprint(self) -> str:
+        """8 hex digits that are equal for equal keys, and too few to tell the key by; empty without one."""
+        if not self._has_key:
+            return ""
+        return blake2b(key=self._key, digest_size=4, person=b"carryback print").hexdigest()
 
     def digests(self, block_hashes: Sequence[bytes]) -> bytes:
         """`DIGEST_BYTES` for each block hash, concatenated."""
@@ -93,7 +103,7 @@ class Sealer:
     def seal(self, record: dict[str, Any], *, digests: bytes, tail: str, block_size: int) -> None:
         """Add the seal to a record, under `carryback`."""
         seal = {
-            "v": 1,
+            "v": VERSION,
             "block_size": block_size,
             "digests": base64.b64encode(digests).decode(),
             "tail": tail,
@@ -101,9 +111,10 @@ class Sealer:
         record["carryback"] = {**seal, "mac": self._mac(record, seal)}
 
     def is_authentic(self, record: Mapping[str, Any]) -> bool:
-        """Whether an engine with our key sealed this record, as it is. Never raises."""
+        """Whether an engine with our key, and of our version of the seal, sealed this record as it is. Never
+        raises."""
         seal = record.get("carryback")
-        if not isinstance(seal, dict) or not isinstance(seal.get("mac"), str):
+        if not isinstance(seal, dict) or not isinstance(seal.get("mac"), str) or seal.get("v") != VERSION:
             return False
         rest = {name: value for name, value in seal.items() if name != "mac"}
         try:
@@ -127,3 +138,9 @@ class Sealer:
         ):
             common += DIGEST_BYTES
         return common // DIGEST_BYTES, len(held) // DIGEST_BYTES
+
+
+def sealed_as(record: Mapping[str, Any]) -> str:
+    """The version of a record's seal, as it says itself; ours if it has none."""
+    seal = record.get("carryback")
+    return str(seal.get("v", VERSION))[:8] if isinstance(seal, dict) else str(VERSION)

@@ -6,12 +6,14 @@ import asyncio
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import zmq
+from carryback.wire.events import Event, encode
 from carryback_server.config import EngineConfig
 from carryback_vllm.seal import KEY_VARIABLE, Sealer
 
@@ -64,7 +66,13 @@ class StubEngine:
         chunk_interval_s: before each further token.
         api_key: what clients must send as a bearer token; empty: nothing.
         key: the secret of the seals; `CARRYBACK_KEY` unless given.
+        sealer: how it seals and verifies; another release may do that differently.
+        frames: how its events are written, likewise.
         settings: of the plug-in.
+        version: of vLLM, as it says.
+        about: what it says that it is, where that is not the truth; None: nothing, as engines of before.
+        clock_offset_s: by how much its wall clock is wrong.
+        events_key: the secret of the events.
         journal: a file for violations and offered records, which outlives a process that is killed.
 
     Attributes:
@@ -92,7 +100,13 @@ class StubEngine:
         ranks: int = 1,
         api_key: str = "",
         key: str | None = None,
+        sealer: type[Sealer] = Sealer,
+        frames: Callable[[Event], tuple[bytes, bytes]] = encode,
         settings: Settings = Settings(),  # noqa: B008 -- frozen
+        version: str = "0.32.0",
+        about: Mapping[str, Any] | None = {},
+        clock_offset_s: float = 0.0,
+        events_key: str | None = None,
         journal: Path | None = None,
     ) -> None:
         self.role = role
@@ -105,6 +119,10 @@ class StubEngine:
         self.chunk_interval_s = chunk_interval_s
         self.api_key = api_key
         self.settings = settings
+        self.version = version
+        self._about = about
+        self._clock_offset_s = clock_offset_s
+        self._events_key = events_key
         self.ranks: list[Rank] = []
         self.received: list[Received] = []
         self.faults: list[Fault] = []
@@ -112,7 +130,8 @@ class StubEngine:
         self._bracketed = f"[{host}]" if ":" in host else host
         self._port, self._events_port, self._side_port = port, events_port, 0
         self._rank_count = ranks
-        self._sealer = Sealer((os.environ.get(KEY_VARIABLE) or DEFAULT_KEY if key is None else key).encode())
+        self._sealer = sealer((os.environ.get(KEY_VARIABLE) or DEFAULT_KEY if key is None else key).encode())
+        self._frames = frames
         self._log = Log(journal)
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_up = False
@@ -246,7 +265,25 @@ class StubEngine:
     def _publisher(self, index: int, port: int) -> Publisher:
         engine = self.id if self._rank_count == 1 else f"{self.id}_dp{index}"
         address = f"tcp://{self._bracketed}:{port}"
-        return Publisher(address, engine, lambda: self.ranks[index].pinned, self.capacity)
+        return Publisher(
+            address, engine, lambda: self.ranks[index].pinned, self.capacity, self._facts(),
+            self._clock_offset_s, self._events_key, self._frames,
+        )  # fmt: skip
+
+    def _facts(self) -> dict[str, Any]:
+        """What its `Hello`s say that it is, as `carryback_vllm.about` has it."""
+        if self._about is None:
+            return {}
+        facts = {
+            "carryback": version("carryback"), "vllm": self.version, "nixl": "1.5.1", "role": self.role,
+            "model": self.model, "served_model": self.model, "max_model_len": self.max_model_len,
+            "dtype": "float32", "kv_cache_dtype": "auto", "block_size": BLOCK_SIZE,
+            "key": self._sealer.fingerprint, "hash_seed": "", "hold_s": self.settings.ttl_s,
+            "lease_s": self.settings.lease_s, "side_channel_host": self._host,
+            "side_channel_port": self._side_port, "backends": ["UCX"], "kv_buffer_device": "cpu",
+            "tensor_parallel_size": 1, "ucx": {},
+        }  # fmt: skip
+        return {**facts, **self._about}
 
     def _read(self, engine: str, request: str, blocks: list[int]) -> list[bytes]:
         ranks = {rank.engine: rank for rank in self.ranks}
@@ -342,6 +379,8 @@ class StubEngine:
             connection.respond(401, b'{"error":"Unauthorized"}')
         elif path in ("/health", "/ping"):
             connection.respond(200, b"")
+        elif path == "/version":
+            connection.respond(200, dump({"version": self.version}).encode())
         elif path == "/v1/models":
             connection.respond(200, dump(self._models()).encode())
         elif path == "/metrics":

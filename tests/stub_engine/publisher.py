@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 import zmq
-from carryback.wire.events import Event, Hello, decode_go, encode
+from carryback.wire.curve import key_pair
+from carryback.wire.events import Event, Hello, about, decode_go, encode
 
 HELLO_INTERVAL_S = 0.5
 
@@ -20,6 +23,10 @@ class Publisher:
         engine: the engine's id.
         pinned: tells how many blocks are pinned now.
         capacity: blocks that there are.
+        facts: what the engine says that it is.
+        clock_offset_s: by how much its wall clock is wrong: a fault.
+        secret: of the events; None: anybody hears them.
+        frames: makes the frames of an event.
 
     Attributes:
         address: with the port that was bound.
@@ -27,8 +34,21 @@ class Publisher:
         deaf: what routers say is lost on the way: a fault.
     """
 
-    def __init__(self, address: str, engine: str, pinned: Callable[[], int], capacity: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        engine: str,
+        pinned: Callable[[], int],
+        capacity: int,
+        facts: Mapping[str, Any] = {},
+        clock_offset_s: float = 0.0,
+        secret: str | None = None,
+        frames: Callable[[Event], tuple[bytes, bytes]] = encode,
+    ) -> None:
         self.engine = engine
+        self._frames = frames
+        self._about = about(facts)
+        self._clock_offset_s = clock_offset_s
         self.seq = 0
         self.dropped = 0
         self.deaf = False
@@ -40,6 +60,9 @@ class Publisher:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
+        if secret is not None:
+            self._socket.curve_publickey, self._socket.curve_secretkey = key_pair(secret)
+            self._socket.curve_server = True
         self._socket.bind(address)
         port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self.address = f"{address.rpartition(':')[0]}:{port}"
@@ -75,7 +98,7 @@ class Publisher:
         if self.dropped and not isinstance(event, Hello):
             self.dropped -= 1
         else:
-            self._socket.send_multipart(encode(event), zmq.NOBLOCK)
+            self._socket.send_multipart(self._frames(event), zmq.NOBLOCK)
             # Sending may take the descriptor's sign that something has come.
             asyncio.get_running_loop().call_soon(self._hear_on)
 
@@ -93,5 +116,7 @@ class Publisher:
     async def _say_hello(self) -> None:
         while True:
             # However many events there are: a router hears only those for it, and this.
-            self.send(Hello(self.engine, self.seq, self._pinned(), self._capacity, takes_go=True))
+            now = time.time_ns() + int(self._clock_offset_s * 1e9)
+            hello = Hello(self.engine, self.seq, self._pinned(), self._capacity, True, self._about, now)
+            self.send(hello)
             await asyncio.sleep(HELLO_INTERVAL_S)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 import zmq
 from carryback.wire import events
@@ -57,6 +58,9 @@ class Subscriber:
         deadline = time.monotonic() + timeout_ms / 1000
         while self.socket.poll(max(int((deadline - time.monotonic()) * 1000), 0)):
             event = events.decode(self.socket.recv_multipart()[-1])
+            if isinstance(event, events.Hello):
+                assert abs(event.time_ns - time.time_ns()) < 60e9
+                event = msgspec.structs.replace(event, time_ns=0)
             if isinstance(event, kind):
                 return event
         return None
@@ -93,6 +97,17 @@ def test_all_that_is_announced_is_heard(address: str, subscribe: Callable[..., S
         engine.prefilled("key", b"{}")
         assert router.next(events.Prefilled) == events.Prefilled("engine", 4, "key", b"{}")
         assert router.next(events.Hello) == events.Hello("engine", 4, pinned=0, capacity=100, takes_go=True)
+
+
+def test_an_engine_says_what_it_is(address: str, subscribe: Callable[..., Subscriber]) -> None:
+    facts = {"model": "m", "block_size": 32, "backends": ["UCX"]}
+    engine = Publisher(address, "engine", capacity=1, about=facts)
+    try:
+        hello = subscribe().next(events.Hello)
+        assert isinstance(hello, events.Hello)
+        assert events.about_of(hello) == facts
+    finally:
+        engine.close()
 
 
 def told(engine: Publisher, key: str) -> bytes | None:

@@ -75,6 +75,7 @@ def test_bad_ids_are_refused_by_the_name_of_their_field(bad: str, why: str) -> N
 
 EVENTS: list[events.Event] = [
     events.Hello(engine="e", seq=3, pinned=7, capacity=99),
+    events.Hello("e", 3, 7, 99, takes_go=True, about=events.about({"model": "m", "later": [1]}), time_ns=5),
     events.Held(
         "e",
         4,
@@ -136,4 +137,12 @@ def test_an_event_may_carry_more_than_this_version_knows() -> None:
     raw = msgspec.msgpack.encode(
         {"type": "hello", "engine": "e", "seq": 1, "pinned": 0, "capacity": 9, "later": [1, 2]}
     )
-    assert events.decode(VERSION + raw) == events.Hello("e", 1, 0, 9)
+    hello = events.decode(VERSION + raw)
+    assert hello == events.Hello("e", 1, 0, 9)
+    assert isinstance(hello, events.Hello)
+    assert events.about_of(hello) == {}  # as engines of before, which said nothing of themselves
+
+
+@pytest.mark.parametrize("about", [b"", b"\xff", b"\x93\x01\x02\x03", b"\x81\x01\x02"])
+def test_what_an_engine_says_that_is_no_map_is_nothing(about: bytes) -> None:
+    assert events.about_of(events.Hello("e", 1, 0, 9, about=msgspec.Raw(about))) == {}

@@ -10,7 +10,8 @@ is none of a subscription's.
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -20,6 +21,8 @@ VERSION = 2
 HELLO_TOPIC = b"hello"
 
 ReleaseReason = Literal["read", "expired", "asked"]
+
+_NOTHING = msgspec.Raw(msgspec.msgpack.encode({}))
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -31,6 +34,8 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
         pinned: KV blocks that it holds for absent readers now.
         capacity: KV blocks that it has.
         takes_go: requests can be sent to it to wait for a `Go`.
+        about: what the engine is, in msgpack; see `about_of`. It stays as it is while the engine runs.
+        time_ns: the engine's wall clock, in nanoseconds since 1970; 0 from engines that do not say.
     """
 
     engine: str
@@ -38,6 +43,8 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     pinned: int
     capacity: int
     takes_go: bool = False
+    about: msgspec.Raw = _NOTHING
+    time_ns: int = 0
 
 
 class Held(msgspec.Struct, tag="held", frozen=True):
@@ -75,13 +82,14 @@ class Released(msgspec.Struct, tag="released", frozen=True):
     """The engine let go of what a `Held` event announced.
 
     Attributes:
+        reason: a `ReleaseReason`, or one that a later release knows: what was let go of must be heard of.
         pinned: KV blocks that it still holds for absent readers.
     """
 
     engine: str
     seq: int
     key: str
-    reason: ReleaseReason
+    reason: str
     pinned: int
 
 
@@ -142,6 +150,32 @@ def encode(event: Event) -> tuple[bytes, bytes]:
     return topic, bytes([VERSION]) + _encoder.encode(event)
 
 
+def about(facts: Mapping[str, Any]) -> msgspec.Raw:
+    """What an engine is, for its `Hello`s: encoded once, and not with each of them."""
+    return msgspec.Raw(_encoder.encode(facts))
+
+
+def about_of(hello: Hello) -> dict[str, Any]:
+    """What an engine is. Any key may be missing, and there may be more; empty from engines that do not say.
+
+    - `carryback`, `vllm`, `nixl`: versions
+    - `role`: `prefill`, `decode` or `both`
+    - `model`: as the engine was told to load it; `served_model`: its name in requests
+    - `max_model_len`, `block_size`: in tokens
+    - `dtype`, `kv_cache_dtype`
+    - `key`: a fingerprint of the key of the seals; empty: there is none
+    - `hash_seed`: a fingerprint of `PYTHONHASHSEED`, from which block hashes start; empty: it is not set
+    - `hold_s`: how long, in seconds, a decode engine holds KV unless a request says; `lease_s`: a prefill engine
+    - `side_channel_host`, `side_channel_port`: where other engines ask it before they read
+    - `backends`: NIXL's; `kv_buffer_device`; `tensor_parallel_size`
+    - `ucx`: the variables `UCX_...` of its environment that choose transports
+    """
+    try:
+        return msgspec.msgpack.decode(hello.about, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {}
+
+
 def decode(payload: bytes) -> Event:
     """The event in a message's second frame.
 
@@ -167,7 +201,10 @@ def decode_go(frame: bytes) -> Go | None:
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
     if payload[:1] != bytes([VERSION]):
-        raise ValueError(f"an engine event of version {payload[0] if payload else None}; this is {VERSION}")
+        raise ValueError(
+            f"an engine event of version {payload[0] if payload else None}; this is {VERSION}: engine and router "
+            "are of releases of carryback that do not know each other's events"
+        )
     try:
         return decoder.decode(payload[1:])
     except msgspec.DecodeError as error:
