@@ -130,8 +130,9 @@ REASONS = {
         "The model's KV cache cannot be cut at a block (sliding windows, Mamba), so nothing is reused of it."
     ),
     "unverified": Reason(
-        "The record has no valid seal: the engines have different keys.",
-        "Give all engines the same CARRYBACK_KEY.",
+        "The record has no valid seal: the engines have different keys, or releases of carryback that seal "
+        "differently.",
+        "Give all engines the same CARRYBACK_KEY and the same release; the prefill engine's log says which.",
     ),
     "spent": Reason("The prefill engine was given the record before.", "Report it: a router never does that."),
     "withdrawn": Reason("The record had been taken back.", "Report it: a router never does that."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import uuid
 from collections.abc import AsyncIterator
@@ -75,7 +76,7 @@ async def check_history(
 
 
 @settings(
-    max_examples=20,
+    max_examples=int(os.environ.get("CARRYBACK_TEST_HISTORIES", "20")),
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     derandomize=True,

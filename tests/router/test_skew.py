@@ -1,0 +1,308 @@
+"""Engines, routers and clients of different releases side by side: every answer is right, and nothing stays held."""
+
+from __future__ import annotations
+
+import base64
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from carryback.wire import events
+from carryback_server import redis_state
+from carryback_vllm import seal
+from carryback_vllm.seal import Sealer
+from cluster import Cluster, eventually
+from redis_server import RedisServer, redis_server
+from service import until
+from stub_engine import StubEngine
+
+RECORDED = json.loads((Path(__file__).parents[1] / "recorded/0.1.json").read_text())
+
+
+def later(event: events.Event) -> tuple[bytes, bytes]:
+    """As a later release may write an event: with more in it."""
+    topic, payload = events.encode(event)
+    said = {**msgspec.msgpack.decode(payload[1:]), "later": [1, {"a": None}]}
+    return topic, payload[:1] + msgspec.msgpack.encode(said)
+
+
+def earliest(event: events.Event) -> tuple[bytes, bytes]:
+    """As the first engines wrote it that this version of the events is of."""
+    topic, payload = events.encode(event)
+    said = msgspec.msgpack.decode(payload[1:])
+    for name in ("takes_go", "about", "time_ns", "generated"):
+        said.pop(name, None)
+    return topic, payload[:1] + msgspec.msgpack.encode(said)
+
+
+def foreign(event: events.Event) -> tuple[bytes, bytes]:
+    """As a release writes it whose events are of another version."""
+    topic, payload = events.encode(event)
+    return topic, bytes([events.VERSION + 1]) + payload[1:]
+
+
+class Later(msgspec.Struct, tag="later"):
+    """A kind of event that a later release may have."""
+
+    key: str
+
+
+class LaterSealer(Sealer):
+    """Of a release whose seals are of another version."""
+
+    def seal(self, record: dict[str, Any], **of: Any) -> None:
+        super().seal(record, **of)
+        sealed = {**record["carryback"], "v": seal.VERSION + 1}
+        del sealed["mac"]
+        record["carryback"] = {**sealed, "mac": self._mac(record, sealed)}
+
+    def is_authentic(self, record: Mapping[str, Any]) -> bool:
+        sealed = dict(record.get("carryback") or {})
+        mac = sealed.pop("mac", "")
+        return sealed.get("v") == seal.VERSION + 1 and mac == self._mac(record, sealed)
+
+
+async def gone(*engines: StubEngine) -> None:
+    """Nothing is held any more."""
+    await until(lambda: not any(each.in_use for each in engines), "nothing is held")
+
+
+# -- engines and the router
+
+
+async def test_engines_that_say_more_than_the_router_knows(cluster: Cluster, caplog: Any) -> None:
+    prefill, decode = await cluster.pair(frames=later)
+    router = await cluster.router()
+    for engine in (prefill, decode):
+        await cluster.hears(router, engine)
+    chat = cluster.chat(router)
+    for turn in range(4):
+        assert (await chat.say(stream=bool(turn % 2))).reuse.outcome == ("hit" if turn else "miss")
+        key = decode.requests[-1].params["carryback_key"]
+        decode.ranks[0].publisher.send(Later(key))  # type: ignore[arg-type]
+
+    async def counted() -> bool:
+        refused = await cluster.metric(router, "engine_events_refused_total", role="decode")
+        return refused == 4
+
+    await eventually(counted)
+    assert [each.levelname for each in caplog.records if "later" in each.message] == ["ERROR"]
+    await cluster.delete(router, "/v1/conversations/chat-1")
+    await gone(prefill, decode)
+
+
+async def test_engines_that_say_no_more_than_the_first_ones(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair(frames=earliest)
+    router = await cluster.router()
+    for engine in (prefill, decode):
+        await cluster.hears(router, engine)
+    chat = cluster.chat(router)
+    for turn in range(3):
+        assert (await chat.say()).reuse.outcome == ("hit" if turn else "miss")
+    # It has not said that requests can wait there.
+    assert not any("carryback_await" in each.params for each in decode.requests)
+    await cluster.delete(router, "/v1/conversations/chat-1")
+    await gone(prefill, decode)
+
+
+async def test_a_decode_engine_that_the_router_cannot_understand(cluster: Cluster, caplog: Any) -> None:
+    prefill = await cluster.engine("prefill")
+    decode = await cluster.engine("decode", frames=foreign)
+    router = await cluster.router()
+    await cluster.hears(router, prefill)
+
+    async def refused() -> float:
+        return await cluster.metric(router, "engine_events_refused_total", role="decode")
+
+    # For longer than an engine may be silent before that is complained of.
+    await eventually(lambda: _reaches(refused, 10))
+    chat = cluster.chat(router)
+    for turn in range(3):
+        answer = await chat.say(stream=bool(turn % 2))
+        assert (answer.reuse.outcome, answer.reuse.tokens) == ("miss", 0)
+    # Who is not understood is not asked to hold anything, nor to let a request wait.
+    assert all(each.params["hold_s"] == 0 for each in decode.requests)
+    assert not any("carryback_await" in each.params for each in decode.requests)
+    await gone(prefill, decode)
+    told = [each.message for each in caplog.records if each.levelname == "ERROR"]
+    assert len(told) == 1
+    assert f"an engine event of version {events.VERSION + 1}; this is {events.VERSION}" in told[0]
+
+
+async def _reaches(count: Any, value: float) -> bool:
+    return bool(await count() >= value)
+
+
+async def test_a_prefill_engine_that_the_router_cannot_understand(cluster: Cluster) -> None:
+    prefill = await cluster.engine("prefill", frames=foreign)
+    decode = await cluster.engine("decode")
+    router = await cluster.router()
+    await cluster.hears(router, decode)
+    chat = cluster.chat(router)
+    # Its answers say all that is needed.
+    for turn in range(3):
+        assert (await chat.say()).reuse.outcome == ("hit" if turn else "miss")
+    assert not any(each.params["carryback_tell"] for each in prefill.requests)
+    await cluster.delete(router, "/v1/conversations/chat-1")
+    await gone(prefill, decode)
+
+
+async def test_engines_half_of_which_the_router_understands(cluster: Cluster) -> None:
+    prefill = await cluster.engine("prefill")
+    ours, other = await cluster.engine("decode"), await cluster.engine("decode", frames=foreign)
+    router = await cluster.router()
+    await cluster.hears(router, ours)
+    hits = 0
+    for number in range(8):
+        chat = cluster.chat(router, f"chat-{number}")
+        for _ in range(2):
+            hits += (await chat.say()).reuse.outcome == "hit"
+    assert 0 < hits < 8
+    assert hits == sum(bool(each.params.get("remote_block_ids")) for each in prefill.requests)
+    for number in range(8):
+        await cluster.delete(router, f"/v1/conversations/chat-{number}")
+    await gone(prefill, ours, other)
+
+
+@pytest.mark.parametrize("newer", ["prefill", "decode"])
+async def test_engines_that_seal_differently_compute(cluster: Cluster, newer: str) -> None:
+    sealers = {newer: LaterSealer}
+    prefill = await cluster.engine("prefill", sealer=sealers.get("prefill", Sealer))
+    decode = await cluster.engine("decode", sealer=sealers.get("decode", Sealer))
+    router = await cluster.router(prefill_lease_s=1.0)
+    for engine in (prefill, decode):
+        await cluster.hears(router, engine)
+    chat = cluster.chat(router)
+    for turn in range(3):
+        answer = await chat.say(stream=bool(turn % 2))
+        assert (answer.reuse.outcome, answer.reuse.tokens) == ("miss", 0)
+        assert answer.reuse.reason == ("unverified" if turn else "new")
+
+    async def declined() -> bool:
+        return await cluster.metric(router, "decode_declined_total", reason="unverified") == 3
+
+    await eventually(declined)
+    # What the prefill engine would not read was let go of at once: one record is held, the last one.
+    await until(lambda: len(decode.ranks[0].held) == 1)
+    await cluster.delete(router, "/v1/conversations/chat-1")
+    await gone(prefill, decode)
+
+
+async def test_a_prefill_engine_that_reports_more(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    router = await cluster.router()
+    for engine in (prefill, decode):
+        await cluster.hears(router, engine)
+    rank = prefill.ranks[0]
+    finish = rank.finish
+
+    def grown(*of: Any) -> dict[str, Any] | None:
+        params = finish(*of)
+        if params and "carryback_reuse" in params:
+            params["carryback_reuse"] = {**params["carryback_reuse"], "later": [1]}
+            params["carryback_work"] = {**params["carryback_work"], "later": "x"}
+            params["carryback_later"] = {"a": 1}
+        return params
+
+    rank.finish = grown  # type: ignore[method-assign]
+    chat = cluster.chat(router)
+    for turn in range(3):
+        assert (await chat.say()).reuse.outcome == ("hit" if turn else "miss")
+    await cluster.delete(router, "/v1/conversations/chat-1")
+    await gone(prefill, decode)
+
+
+# -- clients and the router
+
+
+async def test_headers_that_the_router_does_not_know(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    router = await cluster.router()
+    await cluster.hears(router, decode)
+    chat = cluster.chat(router)
+    more = {
+        "X-Carryback-Later": "yes",
+        "X-Carryback-Priority": "7",
+        "X-Conversation-Later": "a; b=c",
+        "X-Turn-Later": "1",
+    }
+    for turn in range(2):
+        assert (await chat.say(headers=more)).reuse.outcome == ("hit" if turn else "miss")
+    for engine in (prefill, decode):
+        for request in engine.requests:
+            assert not {name.lower() for name in more} & request.headers.keys()
+
+
+# -- routers that share a Redis
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def shared(redis: RedisServer) -> dict[str, Any]:
+    return {"state": redis.url, "state_prefix": uuid.uuid4().hex, "state_timeout_s": 5.0}
+
+
+async def test_routers_whose_state_differs_share_a_redis(
+    cluster: Cluster, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = await cluster.pair()
+    old = await cluster.router(**shared)
+    monkeypatch.setattr(redis_state, "VERSION", redis_state.VERSION + 1)
+    new = await cluster.router(**shared)
+    for router in (old, new):
+        await cluster.hears(router, decode)
+    chat = cluster.chat(old)
+    # Each knows what it has served itself; of that, what is still the conversation's history is read.
+    for turn in range(6):
+        reuse = (await chat.say(via=(old, new)[turn % 2])).reuse
+        assert (reuse.outcome, reuse.reason) == (("miss", "new") if turn < 2 else ("hit", "verified"))
+    assert len(set(prefill.offered)) == len(prefill.offered) == 4
+    # The old one ends; what it left is let go of in its time, or as soon as it is deleted there.
+    for router in (old, new):
+        assert (await cluster.delete(router, "/v1/conversations/chat-1")).status == 200
+    await gone(prefill, decode)
+
+
+async def test_what_a_router_of_a_later_release_added_is_left_aside(
+    cluster: Cluster, shared: dict[str, Any], redis: RedisServer
+) -> None:
+    prefill, decode = await cluster.pair()
+    router = await cluster.router(**shared)
+    await cluster.hears(router, decode)
+    chat = cluster.chat(router)
+    await chat.say()
+    await cluster.held(chat)
+    for kind, name in (("conversation", "meta"), ("record", "head")):
+        (key,) = redis.client.scan_iter(f"{shared['state_prefix']}:*:{kind}")
+        values = msgspec.msgpack.decode(redis.client.hget(key, name))
+        redis.client.hset(key, name, msgspec.msgpack.encode([*values, {"later": 1}]))
+        redis.client.hset(key, "later", "1")
+    assert (await chat.say()).reuse.outcome == "hit"
+    await cluster.delete(router, "/v1/conversations/chat-1")
+    await gone(prefill, decode)
+
+
+async def test_a_router_goes_on_with_what_0_1_left_in_redis(cluster: Cluster, redis: RedisServer) -> None:
+    left = RECORDED["redis"]
+    for kind in ("conversation", "record"):
+        fields = {name: base64.b64decode(value) for name, value in left[kind].items()}
+        redis.client.hset(left["keys"][kind], mapping=fields)
+    await cluster.pair()
+    router = await cluster.router(state=redis.url, state_prefix=left["prefix"], state_timeout_s=5.0)
+    says = left["says"]
+    known = await cluster.conversation(router, says["id"])
+    assert (known["id"], known["requests"], known["turn"]) == (says["id"], 1, says["turn"])
+    # That server is another one, and so are the engines: nothing of it may be read.
+    chat = cluster.chat(router, says["id"])
+    assert (await chat.say()).reuse.reason in ("state_lost", "engine_lost", "expired")
+    assert (await cluster.conversation(router, says["id"]))["requests"] == 2
+    assert (await chat.say()).reuse.outcome == "hit"

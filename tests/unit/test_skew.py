@@ -1,0 +1,298 @@
+"""Releases of carryback beside each other: what one writes, others read or refuse; never do they mistake it.
+
+`tests/recorded/0.1.json` has what release 0.1 wrote, its engines real ones. It is never changed: installations
+are upgraded one process at a time, so what is in it goes on being read, or the version that stands in front of
+it (of events, of seals, of the state) is counted up, and docs/upgrades.md says what that costs.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import carryback
+import msgspec
+import pytest
+from carryback import wire
+from carryback.wire import events
+from carryback_server import chains, redis_state
+from carryback_vllm import seal
+from carryback_vllm.seal import Sealer
+
+RECORDED = json.loads((Path(__file__).parents[1] / "recorded/0.1.json").read_text())
+KEY = b"the key of the tests"
+
+
+def raw(text: str) -> bytes:
+    """Bytes as they are recorded."""
+    return base64.b64decode(text)
+
+
+def said(event: msgspec.Struct) -> dict[str, Any]:
+    """The fields of an event, as JSON has them."""
+    fields = {name: getattr(event, name) for name in event.__struct_fields__}
+    return {
+        name: msgspec.to_builtins(value)
+        for name, value in fields.items()
+        if not isinstance(value, msgspec.Raw)
+    }
+
+
+# -- engine events
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """As release 0.1 reads it; likewise the others."""
+
+    engine: str
+    seq: int
+    pinned: int
+    capacity: int
+    takes_go: bool = False
+
+
+class Held(msgspec.Struct, tag="held"):
+    engine: str
+    seq: int
+    key: str
+    request: str
+    tokens: int
+    blocks: int
+    hold_s: float
+    record: bytes
+    digests: bytes
+    pinned: int
+    generated: int = 0
+
+
+class Released(msgspec.Struct, tag="released"):
+    engine: str
+    seq: int
+    key: str
+    reason: Literal["read", "expired", "asked"]
+    pinned: int
+
+
+class Declined(msgspec.Struct, tag="declined"):
+    engine: str
+    seq: int
+    key: str
+    reason: str
+
+
+class Prefilled(msgspec.Struct, tag="prefilled"):
+    engine: str
+    seq: int
+    key: str
+    params: bytes
+
+
+class Go(msgspec.Struct, tag="go"):
+    key: str
+    params: bytes
+
+
+TODAY: list[events.Event] = [
+    events.Hello("e", 3, 7, 99, takes_go=True, about=events.about({"vllm": "9.9", "later": {}}), time_ns=5),
+    events.Held("e", 4, "key", "req", 64, 4, 480.0, b'{"a":1}', b"\xff" * 64, 7, 12),
+    *(events.Released("e", 5, "key", reason, 3) for reason in ("read", "expired", "asked")),
+    events.Declined("e", 6, "key", "unverified"),
+    events.Prefilled("e", 7, "key", b'{"b":2}'),
+]
+
+
+@pytest.mark.parametrize("name", RECORDED["events"])
+def test_events_of_0_1_are_read(name: str) -> None:
+    recorded = RECORDED["events"][name]
+    event = events.decode(raw(recorded["payload"]))
+    assert type(event).__name__ == name
+    assert said(event).items() >= recorded["says"].items()
+    topic, _ = events.encode(event)
+    assert topic.decode() == recorded["topic"]
+
+
+@pytest.mark.parametrize("event", TODAY, ids=lambda event: type(event).__name__)
+def test_events_of_today_are_read_by_0_1(event: events.Event) -> None:
+    _, payload = events.encode(event)
+    assert payload[0] == RECORDED["event_version"]
+    read = msgspec.msgpack.decode(payload[1:], type=Hello | Held | Released | Declined | Prefilled)
+    assert type(read).__name__ == type(event).__name__
+    assert said(event).items() >= said(read).items()
+
+
+def test_what_a_router_tells_is_the_same_in_0_1() -> None:
+    recorded = RECORDED["go"]
+    go = events.decode_go(raw(recorded["frame"]))
+    assert go == events.Go(recorded["key"], recorded["params"].encode())
+    frame = events.encode_go(go)
+    assert frame[:2] == raw(recorded["frame"])[:2]
+    assert msgspec.msgpack.decode(frame[2:], type=Go) == Go(recorded["key"], recorded["params"].encode())
+
+
+def test_why_kv_was_let_go_of_may_be_new_but_never_goes_unheard() -> None:
+    written = {"type": "released", "engine": "e", "seq": 1, "key": "k", "reason": "preempted", "pinned": 0}
+    event = events.decode(bytes([events.VERSION]) + msgspec.msgpack.encode(written))
+    assert event == events.Released("e", 1, "k", "preempted", 0)
+
+
+@pytest.mark.parametrize("version", [events.VERSION - 1, events.VERSION + 1])
+def test_another_version_is_refused_in_both_directions(version: int) -> None:
+    _, payload = events.encode(TODAY[0])
+    frame = events.encode_go(events.Go("k", b"{}"))
+    for read, other in (
+        (events.decode, bytes([version]) + payload[1:]),
+        (events.decode_go, frame[:1] + bytes([version]) + frame[2:]),
+    ):
+        with pytest.raises(
+            ValueError, match=f"version {version}; this is {events.VERSION}.*releases of carryback"
+        ):
+            read(other)
+
+
+# -- records and their seals
+
+
+@pytest.mark.parametrize("name", RECORDED["records"])
+def test_records_that_engines_of_0_1_sealed_are_verified(name: str) -> None:
+    record = RECORDED["records"][name]
+    sealer = Sealer(KEY)
+    assert sealer.is_authentic(record)
+    assert sealer.is_authentic({**record, "later": 1, "carryback_later": {}})
+    common, held = sealer.common_blocks(record, [])
+    assert (common, held) == (0, record["remote_num_tokens"] // record["carryback"]["block_size"])
+    assert not Sealer(b"another").is_authentic(record)
+
+
+def test_the_same_hashes_and_tokens_have_the_digests_of_0_1() -> None:
+    recorded = RECORDED["digests"]
+    sealer = Sealer(KEY)
+    assert sealer.digests([raw(each) for each in recorded["hashes"]]) == raw(recorded["digests"])
+    assert sealer.tail(recorded["tokens"], recorded["images"]) == recorded["tail"]
+
+
+def test_a_record_of_today_is_sealed_as_in_0_1() -> None:
+    recorded = RECORDED["records"]["decode"]
+    sealer = Sealer(KEY)
+    record = {name: value for name, value in recorded.items() if name != "carryback"}
+    old = recorded["carryback"]
+    sealer.seal(record, digests=raw(old["digests"]), tail=old["tail"], block_size=old["block_size"])
+    assert record == recorded
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_a_seal_of_another_version_proves_nothing(version: object) -> None:
+    sealer = Sealer(KEY)
+    record = json.loads(json.dumps(RECORDED["records"]["decode"]))
+    other = {**record["carryback"], "v": version}
+    del other["mac"]
+    # With our key, and in our way: what it means is another release's all the same.
+    record["carryback"] = {**other, "mac": sealer._mac(record, other)}
+    assert not sealer.is_authentic(record)
+    assert seal.sealed_as(record) == str(version)
+
+
+# -- what clients are told
+
+
+@pytest.mark.parametrize("header", RECORDED["reuse"])
+def test_the_report_of_0_1_is_read(header: str) -> None:
+    report = wire.Reuse.parse(header)
+    assert report.header() == header
+    assert report.prompt_tokens == RECORDED["reuse"][header]
+
+
+@pytest.mark.parametrize("outcome", ["hit", "partial", "miss"])
+def test_a_report_of_today_is_read_by_0_1(outcome: Any) -> None:
+    header = wire.Reuse(outcome, 64, "verified", 5, 2).header()
+    read = re.fullmatch(r"\s*(hit|partial|miss)\s*((?:;[^;]*)*)\s*", header)
+    assert read is not None
+    fields = dict(each.strip().split("=") for each in read[2].split(";")[1:])
+    assert fields.items() >= {"tokens": "64", "reason": "verified", "recomputed": "5", "cached": "2"}.items()
+
+
+@pytest.mark.parametrize(
+    ("header", "outcome"),
+    [
+        ("hit; tokens=64; reason=verified; tier=host; saved_ms=12.5", "hit"),
+        ("miss; reason=later_reason", "miss"),
+        ("warm; tokens=64; reason=verified", None),
+        ("hit; tokens=many", None),
+    ],
+)
+def test_a_client_makes_of_a_later_router_what_it_understands(header: str, outcome: str | None) -> None:
+    read = carryback.reuse({"X-Carryback-Reuse": header, "X-Carryback-Later": "1"})
+    assert (read and read.outcome) == outcome
+
+
+# -- what routers share
+
+
+class Meta(msgspec.Struct, array_like=True):
+    """As release 0.1 reads it."""
+
+    tenant: str
+    id: str
+    parent: str | None
+    created: float
+    turn: str
+    step: int
+    boundary: Literal["", "mid_turn", "turn_end", "unfinished"]
+    reuse: str
+
+
+class Record(msgspec.Struct):
+    engine: str
+    run: str
+    key: str
+    request: str
+    tokens: int
+    blocks: int
+    deadline: float
+    params: bytes = b""
+    digests: bytes = b""
+
+
+class Stored(msgspec.Struct, array_like=True):
+    record: Record
+    expires: float
+
+
+def test_what_0_1_left_in_redis_is_read_by_routers_of_today() -> None:
+    left = {name: raw(value) for name, value in RECORDED["redis"]["conversation"].items()}
+    reply = [left[name] for name in ("meta", "uid", "seen", "requests", "why")]
+    conversation = redis_state._conversation(reply)
+    says = RECORDED["redis"]["says"]
+    assert (conversation.tenant, conversation.id, conversation.requests) == ("default", says["id"], 1)
+    left = {name: raw(value) for name, value in RECORDED["redis"]["record"].items()}
+    why, stored = redis_state._taken([b"in_use", left["head"], left["params"], left["digests"]])
+    assert (why, stored.record.tokens, stored.record.engine) == ("in_use", says["tokens"], says["engine"])
+    assert Sealer(KEY).is_authentic(
+        {**json.loads(stored.record.params), **_with_digests(stored.record.params, stored.record.digests)}
+    )
+
+
+def _with_digests(params: bytes, digests: bytes) -> dict[str, Any]:
+    sealed = json.loads(params)["carryback"]
+    return {"carryback": {**sealed, "digests": base64.b64encode(digests).decode()}}
+
+
+def test_what_routers_of_today_leave_in_redis_is_read_by_0_1() -> None:
+    assert RECORDED["redis"]["version"] == redis_state.VERSION
+    meta = redis_state._Meta("t", "c", None, 1.5, "3", 2, "mid_turn", "hit")
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(meta), type=Meta)
+    assert read == Meta("t", "c", None, 1.5, "3", 2, "mid_turn", "hit")
+    record = redis_state.Record("decode", "run", "key", "request", 64, 2, 9.5)
+    stored = msgspec.msgpack.encode(redis_state._Stored(record, 8.5))
+    assert msgspec.msgpack.decode(stored, type=Stored) == Stored(
+        Record("decode", "run", "key", "request", 64, 2, 9.5), 8.5
+    )
+
+
+def test_a_response_that_0_1_stored_can_be_continued() -> None:
+    stored = msgspec.json.decode(RECORDED["response"].encode(), type=chains._Stored)
+    assert msgspec.json.decode(stored.response)["id"].startswith("resp_")
+    assert stored.conversation
+    assert stored.input
