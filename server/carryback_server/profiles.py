@@ -101,14 +101,15 @@ _VERBS = Requirement(
 _MEMLOCK = Requirement(
     "memlock", (), "memory is locked for RDMA: ulimit -l unlimited, LimitMEMLOCK=infinity in systemd"
 )
-# NIXL's wheel has its LIBFABRIC plug-in, and not the library (nixl 1.5.1, by its files); at least 1.21 (NIXL,
-# src/plugins/libfabric/README.md).
+# NIXL's wheel has its LIBFABRIC plug-in, but neither of these two (ldd, nixl-cu12 1.5.1). Versions: NIXL,
+# src/plugins/libfabric/README.md.
 _LIBFABRIC = Requirement(
     "library",
     ("libfabric.so.1",),
     "libfabric 1.21 or later, from AWS's EFA installer; its folder (/opt/amazon/efa/lib) must be in "
     "LD_LIBRARY_PATH",
 )
+_HWLOC = Requirement("library", ("libhwloc.so.15",), "hwloc 2.10 or later: the system's package libhwloc15")
 
 PROFILES: dict[str, Profile] = {
     "cpu": Profile(
@@ -147,8 +148,8 @@ PROFILES: dict[str, Profile] = {
     "infiniband": Profile(
         purpose="several nodes with InfiniBand or RoCE, GPUDirect RDMA",
         device="cuda",
-        # rc brings what it needs to connect (UCX, docs/source/faq.md). Without tcp in the list an engine whose
-        # RDMA does not work fails at its start, instead of being slow.
+        # rc brings what it needs to connect (UCX, docs/source/faq.md). Without tcp in the list an engine on a
+        # machine without RDMA fails at its start (tried with nixl-cu12 1.5.1), instead of being slow.
         env={"UCX_TLS": "rc,cuda_ipc,cuda_copy,sm"},
         devices_variable="CUDA_VISIBLE_DEVICES",
         needs=(
@@ -181,6 +182,7 @@ PROFILES: dict[str, Profile] = {
             _NIXL,
             _GPU,
             _LIBFABRIC,
+            _HWLOC,
             _VERBS,
             # Names of EFA devices with and without rdma-core's renaming.
             Requirement(
@@ -208,6 +210,7 @@ PROFILES: dict[str, Profile] = {
             _NIXL,
             Requirement("path", ("/dev/neuron[0-9]*",), "a Neuron device with its driver (aws-neuronx-dkms)"),
             _LIBFABRIC,
+            _HWLOC,
             _VERBS,
             _MEMLOCK,
         ),
