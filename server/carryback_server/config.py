@@ -352,9 +352,10 @@ class ServeConfig(_Settings, RouterConfig, LaunchConfig):
     `engines` stays empty: the engines are the two that are started.
     """
 
-    prefill_devices: str = "0"
-    "GPUs of the prefill engine, as in `CUDA_VISIBLE_DEVICES`."
-    decode_devices: str = "1"
+    prefill_devices: str | None = None
+    "GPUs of the prefill engine, as in `CUDA_VISIBLE_DEVICES`; the first unless given, as many as a recipe says."
+    decode_devices: str | None = None
+    "The same for the decode engine; the next."
     prefill_port: int = Field(0, ge=0, le=65535)
     "HTTP port of the prefill engine on loopback; 0: a free one."
     decode_port: int = Field(0, ge=0, le=65535)

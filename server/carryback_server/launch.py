@@ -226,9 +226,11 @@ def engine_commands(
     Raises:
         ConfigError: the engine arguments hold one that carryback sets by a setting of its own.
     """
+    size = int(profiles.recipe_args(config.profile, config.model).get("--tensor-parallel-size", 1))
+    devices = [",".join(map(str, range(first, first + size))) for first in (0, size)]
     per_role: dict[Role, tuple[str, list[str]]] = {
-        "prefill": (config.prefill_devices, config.prefill_args),
-        "decode": (config.decode_devices, config.decode_args),
+        "prefill": (config.prefill_devices or devices[0], config.prefill_args),
+        "decode": (config.decode_devices or devices[1], config.decode_args),
     }
     return [
         _command(
@@ -236,7 +238,7 @@ def engine_commands(
             role,
             args,
             device=device,
-            devices=devices,
+            devices=own,
             model_path=model_path,
             ports=ports[role],
             key=key,
@@ -244,7 +246,7 @@ def engine_commands(
             threads=(_cores() - 1) // 2,
             environ=environ,
         )
-        for role, (devices, args) in per_role.items()
+        for role, (own, args) in per_role.items()
     ]
 
 

@@ -132,9 +132,12 @@ def test_recipes_are_what_the_table_says(row: dict[str, str]) -> None:
             "arguments"
         ]
     for name in code(row["profile"]):
-        for _, words in plan("serve", "--profile", name, "--model", model):
+        gpus: list[str] = []
+        for env, words in plan("serve", "--profile", name, "--model", model):
             size = {"--tensor-parallel-size": row["tensor parallel, prefill and decode"]}
+            gpus += env["CUDA_VISIBLE_DEVICES"].split(",")
             assert of_profile(words) == size | written_options(arguments)
+        assert gpus == [str(each) for each in range(2 * int(size["--tensor-parallel-size"]))]
     assert row["weights"] == f"{recipe.weights_gb:g} GB"
     share = recipe.tensor_parallel["efa"] if model == "zai-org/GLM-5-FP8" else 1
     assert row["KV for a token"].startswith(f"{recipe.kv_bytes_per_token / share / 1024:.0f} KiB")
