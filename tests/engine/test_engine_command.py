@@ -43,11 +43,11 @@ def ipv6() -> str:
 
 @asynccontextmanager
 async def carryback(log: Path, *args: str) -> AsyncIterator[Process]:
-    """The command in a session of its own; all that it became is gone afterwards."""
+    """The command in a process group of its own; all that it became is gone afterwards."""
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "carryback_server", *args,
-            env=os.environ | KEYS, stdout=PIPE, stderr=errors, start_new_session=True,
+            env=os.environ | KEYS, stdout=PIPE, stderr=errors, process_group=0,
         )  # fmt: skip
     try:
         yield process

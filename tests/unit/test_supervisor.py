@@ -79,7 +79,7 @@ async def test_starts_serves_and_leaves_nothing(tmp_path: Path) -> None:
         groups = [engines.pid("prefill"), engines.pid("decode")]
         workers = worker_pids(engines.log("prefill")) + worker_pids(engines.log("decode"))
         assert all(map(running, workers))
-        assert all(os.getsid(pid) == pid for pid in groups)  # Ctrl-C does not reach them
+        assert all(os.getpgid(pid) == pid for pid in groups)  # Ctrl-C does not reach them
     assert not any(map(running, groups + workers))
     with pytest.raises(LookupError):
         engines.pid("prefill")
