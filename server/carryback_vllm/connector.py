@@ -31,7 +31,7 @@ import math
 import os
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,12 +43,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import RequestStatus
 
+from carryback_vllm.about import about_engine
 from carryback_vllm.cpu import calm_new_threads
 from carryback_vllm.events import KEY_VARIABLE, Publisher
-from carryback_vllm.seal import SEALED_FIELDS, Sealer
+from carryback_vllm.seal import SEALED_FIELDS, VERSION, Sealer, sealed_as
 from carryback_vllm.version import check_version
 
 if TYPE_CHECKING:
@@ -145,8 +151,14 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._sealer = Sealer.from_environment()
-        self._hash_block_size = kv_cache_config.hash_block_size or self.block_size
+        # As the engine resolves it; only from 0.32 on it is in `kv_cache_config`, too.
+        _, self._hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self._cannot_cut = _why_not_cut(vllm_config, kv_cache_config, self._hash_block_size)
+        # Of each KV cache group: the tokens back to which its layers see, themselves included; 0: all.
+        self._windows = [
+            group.kv_cache_spec.sliding_window if isinstance(group.kv_cache_spec, SlidingWindowSpec) else 0
+            for group in kv_cache_config.kv_cache_groups
+        ]
         self._matches: dict[str, _Match] = {}
         self._pins: dict[str, _Pin] = {}
         # How many pins hold a block. Requests with a common prefix may share blocks, which count once.
@@ -181,6 +193,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
                 engine_id,
                 capacity=capacity,
                 secret=os.environ.get(KEY_VARIABLE),
+                about=about_engine(self, vllm_config, self._sealer, self._hash_block_size),
             )
         if self._cannot_cut:
             logger.warning("carryback: no KV is read back from decode to prefill: %s", self._cannot_cut)
@@ -200,6 +213,13 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             if isinstance(wait_s, int | float) and self._publisher is not None:
                 self._waiting[request.request_id] = time.perf_counter() + wait_s
             if not self._sealer.is_authentic(params):
+                if (version := sealed_as(params)) != str(VERSION):
+                    logger.warning_once(
+                        "carryback: a record was sealed as version %s, and this is %d: engines of releases of "
+                        "carryback that do not verify each other's records compute every prompt",
+                        version,
+                        VERSION,
+                    )
                 if params.get("do_remote_prefill") and params.get("remote_block_ids"):
                     self._declined(params, "unverified")
                 _forget_remote(params)
@@ -282,25 +302,48 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
     def _match(self, request: Request, params: dict[str, Any]) -> _Match:
         """Compare the record with the prompt, and cut it to the blocks that are the prompt's."""
         if not params.get("remote_block_ids"):
-            return _Match(reason=params.pop("_carryback_refused", "no_record"))
+            # A decode engine with such a layout holds nothing.
+            reason = "unsupported_layout" if self._cannot_cut else "no_record"
+            return _Match(reason=params.pop("_carryback_refused", reason))
         common, held = self._sealer.common_blocks(params, request.block_hashes)
         if params.get("do_remote_prefill"):
             return self._match_prompt(request, params, common, held)
         if self._cannot_cut:
             return _Match(reason="unsupported_layout")
         if params["carryback"].get("block_size") != self._hash_block_size or (
-            params.get("tp_size") != self.transfer_tp_size
+            len(params["remote_block_ids"]) != len(self._windows)
         ):
             return _Match(reason="layouts_differ")
         # At least one token is left to compute: its logits are the answer.
         usable = min(held, (request.num_prompt_tokens - 1) // self._hash_block_size)
         blocks = min(common, usable)
         if blocks:
-            params["remote_block_ids"] = [params["remote_block_ids"][0][:blocks]]
+            readable = self._cut(params["remote_block_ids"], blocks)
+            if readable is None:
+                return _Match(reason="window_gone")
+            params["remote_block_ids"] = readable
             params["remote_num_tokens"] = blocks * self._hash_block_size
         if usable == 0:
             return _Match(reason="too_short")
         return _Match(blocks, blocks == usable, "verified" if blocks == usable else "history_changed")
+
+    def _cut(self, groups: Sequence[Sequence[int]], blocks: int) -> list[list[int]] | None:
+        """The block ids, for each KV cache group, with which a prompt goes on after so many blocks of tokens.
+
+        None if a sliding window there reaches back to blocks that were let go of.
+
+        Args:
+            groups: for each group a block id for each block of tokens, 0 where there is none any more.
+        """
+        cut = []
+        for ids, window in zip(groups, self._windows, strict=True):
+            # The next token sees the `window - 1` before it. As vLLM has it, see SlidingWindowManager.
+            first = max(blocks * self._hash_block_size - window + 1, 0) if window else 0
+            needed = list(ids[first // self._hash_block_size : blocks])
+            if not all(needed):
+                return None
+            cut.append(needed)
+        return cut
 
     def _match_prompt(self, request: Request, params: dict[str, Any], common: int, held: int) -> _Match:
         """A decode engine reads a prompt's KV whole, or computes the prompt itself."""
@@ -405,10 +448,12 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         blocks = [block for group in block_ids for block in group if block]
         full_blocks = self._full_blocks_held(request, is_prefill)
         # A decode engine's record is worth holding only for what a later prompt can read of it.
-        useful = is_prefill or (not self._cannot_cut and full_blocks > 0)
+        useful = is_prefill or (
+            not self._cannot_cut and full_blocks > 0 and self._cut(block_ids, full_blocks) is not None
+        )
         digests = b""
         if hold and hold_s > 0 and useful and (is_prefill or self._has_room(blocks)):
-            digests = self._pin(request, record, blocks, full_blocks, hold_s, is_prefill)
+            digests = self._pin(request, record, block_ids, full_blocks, hold_s, is_prefill)
         else:
             if hold:
                 self._reqs_need_send.pop(request.request_id, None)
@@ -469,12 +514,13 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         self,
         request: Request,
         record: dict[str, Any],
-        blocks: list[int],
+        block_ids: BlockIds,
         full_blocks: int,
         hold_s: float,
         is_prefill: bool,
     ) -> bytes:
         """Hold the request's blocks for a reader, and seal the record of them; the blocks' digests."""
+        blocks = [block for group in block_ids for block in group if block]
         deadline = time.perf_counter() + hold_s
         expires = deadline + (0 if is_prefill else READ_GRACE_S)
         key = request.kv_transfer_params.get("carryback_key")
@@ -484,14 +530,15 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         self._tell_pinned()
         self._reqs_need_send[request.request_id] = expires
         record["remote_blocks_expiry_time"] = deadline
-        record["remote_block_ids"] = [list(group) for group in record["remote_block_ids"]]
         if is_prefill:
             # The whole prompt, less what the model needs recomputed.
             record["remote_num_tokens"] = request.num_prompt_tokens
+            record["remote_block_ids"] = [list(group) for group in record["remote_block_ids"]]
         else:
-            # Only full blocks have a hash to verify them by.
+            # Only full blocks have a hash to verify them by. The reader cuts, so it needs to know of each
+            # block that a window has moved past: stock code leaves those out.
             record["remote_num_tokens"] = full_blocks * self._hash_block_size
-            record["remote_block_ids"] = [record["remote_block_ids"][0][:full_blocks]]
+            record["remote_block_ids"] = [list(group[:full_blocks]) for group in block_ids]
         digests = self._sealer.digests(request.block_hashes[:full_blocks])
         self._sealer.seal(
             record,
@@ -580,20 +627,22 @@ def address_of_rank(address: str, rank: int) -> str:
 def _why_not_cut(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, hash_block_size: int) -> str:
     """Why a record cannot be cut at a block for this model and layout; empty if it can.
 
-    A block of full attention holds the KV of its own tokens, which depends on the tokens before it and
-    on nothing else. What other layouts keep (a window, a running state, shares of several ranks) is
-    whole or useless, and is not read back.
+    A block of attention holds the KV of its own tokens, which depends on the tokens before it and on
+    nothing else. So a prompt can go on after any block if, in each layer, all that its next token sees is
+    there. What other layouts keep (a running state, shares of several ranks) is whole or useless, and is
+    not read back.
     """
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return f"the model has {len(groups)} KV cache groups, and one of full attention is needed"
-    spec = groups[0].kv_cache_spec
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        return f"the model's KV cache is {type(spec).__name__}, and full attention is needed"
-    if spec.sliding_window is not None or spec.attention_chunk_size is not None or spec.non_causal:
-        return "the model's attention is windowed, chunked or not causal"
-    if spec.block_size != hash_block_size:
-        return f"blocks of {spec.block_size} tokens are hashed by {hash_block_size}"
+    if not groups or len(kv_cache_config.transfer_groups) != len(groups):
+        return "the model keeps something that is no KV cache, or that is not transferred"
+    for spec in (group.kv_cache_spec for group in groups):
+        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+            return f"a part of the model's KV cache is {type(spec).__name__}, which cannot be cut at a block"
+        # (A window of a FullAttentionSpec is one of the computation only: its KV is all kept.)
+        if getattr(spec, "non_causal", False) or spec.tokens_per_state != 1:
+            return "the model's attention is not causal, or its KV cache is compressed"
+        if spec.block_size != hash_block_size:
+            return f"blocks of {spec.block_size} tokens are hashed by {hash_block_size}"
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism spreads a block over ranks"

@@ -247,10 +247,14 @@ async def eventually(check: Callable[[], Awaitable[bool]], within_s: float, mess
         pytest.fail(message)
 
 
-def commands_for(model_path: Path, *args: str) -> list[EngineCommand]:
-    """Both engines' commands for the tiny model, with more arguments for vLLM."""
+def commands_for(model_path: Path, *args: str, **settings: Any) -> list[EngineCommand]:
+    """Both engines' commands for the tiny model, with more arguments for vLLM, and settings of `serve`."""
     config = ServeConfig(
-        model=str(model_path), served_model_name=NAME, engine_args=[*ENGINE_ARGS, *args], prefill_lease_s=30
+        model=str(model_path),
+        served_model_name=NAME,
+        engine_args=[*ENGINE_ARGS, *args],
+        prefill_lease_s=30,
+        **settings,
     )
     numbers = free_ports(6)
     ports = {"prefill": Ports(*numbers[:3]), "decode": Ports(*numbers[3:])}

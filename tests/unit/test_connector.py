@@ -6,7 +6,8 @@ import base64
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,16 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -34,21 +44,31 @@ from vllm.v1.structured_output import StructuredOutputManager
 BLOCK = 32
 CAPACITY = 99
 WITHIN_S = 20.0
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(
+    block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=2 * BLOCK
+)
+LATENT = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.float32)
 
 
 class Engine:
     """One engine's scheduler, and what it publishes."""
 
-    def __init__(self, config: VllmConfig, listen: str) -> None:
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    def __init__(self, config: VllmConfig, listen: str, specs: Sequence[KVCacheSpec] = (FULL,)) -> None:
         cache = KVCacheConfig(
             num_blocks=CAPACITY + 1,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            kv_cache_groups=[KVCacheGroupSpec([f"layer{at}"], spec) for at, spec in enumerate(specs)],
             hash_block_size=BLOCK,
         )
         config.cache_config.num_gpu_blocks = cache.num_blocks
-        self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), block_size=BLOCK)
+        self.scheduler = Scheduler(
+            config,
+            cache,
+            StructuredOutputManager(config),
+            block_size=max(spec.block_size for spec in specs),
+            hash_block_size=BLOCK,
+        )
         init_none_hash(sha256_cbor)
         self._hasher = get_request_block_hasher(BLOCK, sha256_cbor)
         self._ids = itertools.count()
@@ -169,7 +189,9 @@ def start(model: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     monkeypatch.setenv("CARRYBACK_KEY", "k")
     engines = []
 
-    def make(role: str = "kv_consumer", rank: int = 0, **extra: Any) -> Engine:
+    def make(
+        role: str = "kv_consumer", rank: int = 0, specs: Sequence[KVCacheSpec] = (FULL,), **extra: Any
+    ) -> Engine:
         address = f"tcp://127.0.0.1:{port}"
         transfer = KVTransferConfig(
             kv_connector="CarrybackConnector",
@@ -183,7 +205,7 @@ def start(model: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
             prefix_caching_hash_algo="sha256_cbor", kv_transfer_config=transfer,
         ).create_engine_config()  # fmt: skip
         config.parallel_config.data_parallel_index = rank
-        engines.append(Engine(config, f"tcp://127.0.0.1:{port + rank}"))
+        engines.append(Engine(config, f"tcp://127.0.0.1:{port + rank}", specs))
         return engines[-1]
 
     yield make
@@ -339,3 +361,44 @@ def test_addresses_of_ranks() -> None:
     assert address_of_rank("ipc:///run/events", 0) == "ipc:///run/events"
     with pytest.raises(RuntimeError, match="carryback_events"):
         address_of_rank("ipc:///run/events", 1)
+
+
+def test_blocks_that_a_window_has_moved_past_are_named_as_gone(start: Callable[..., Engine]) -> None:
+    held = start(specs=[FULL, WINDOW]).hold(prompt(6))
+    full, window = json.loads(held.record)["remote_block_ids"]
+    assert held.tokens == 6 * BLOCK
+    assert len(full) == 6
+    assert all(full)
+    # The next token sees the 2 * BLOCK - 1 before it.
+    assert window[:4] == [0, 0, 0, 0]
+    assert all(window[4:])
+    assert len(window) == 6
+    # The full blocks, those of the window, and the one begun of either.
+    assert held.blocks == 6 + 2 + 2
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        [LATENT],
+        # Windows without vLLM's hybrid KV cache manager: all is kept.
+        [replace(FULL, sliding_window=2 * BLOCK)],
+        [WINDOW],
+    ],
+)
+def test_layouts_that_are_held(start: Callable[..., Engine], specs: list[KVCacheSpec]) -> None:
+    assert start(specs=specs).hold(prompt(4)).tokens == 4 * BLOCK
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        [FULL, MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))],
+        [FULL, replace(FULL, block_size=2 * BLOCK)],
+        [RSWASpec(BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32, rswa_window=BLOCK)],
+    ],
+)
+def test_layouts_that_cannot_be_cut_are_not_held(
+    start: Callable[..., Engine], specs: list[KVCacheSpec]
+) -> None:
+    assert start(specs=specs).hold(prompt(4)).blocks == 0
