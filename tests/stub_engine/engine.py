@@ -267,7 +267,7 @@ class StubEngine:
         address = f"tcp://{self._bracketed}:{port}"
         return Publisher(
             address, engine, lambda: self.ranks[index].pinned, self.capacity, self._facts(),
-            self._clock_offset_s, self._events_key, self._frames,
+            self._clock_offset_s, self._events_key, self._frames, is_silent=not self.settings.plugin,
         )  # fmt: skip
 
     def _facts(self) -> dict[str, Any]:
@@ -454,6 +454,9 @@ class StubEngine:
                 f"vllm:num_requests_running{labels} {len(rank.running) - waiting}",
                 f"vllm:num_requests_waiting{labels} {waiting}",
                 f"vllm:kv_cache_usage_perc{labels} {used}",
+                f"vllm:nixl_xfer_time_seconds_count{labels} {rank.reads}",
+                f"vllm:nixl_xfer_time_seconds_sum{labels} {rank.read_s}",
+                f"vllm:nixl_bytes_transferred_sum{labels} {rank.read_bytes}",
             ]
         return "\n".join(lines) + "\n"
 

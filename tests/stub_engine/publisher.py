@@ -27,6 +27,7 @@ class Publisher:
         clock_offset_s: by how much its wall clock is wrong: a fault.
         secret: of the events; None: anybody hears them.
         frames: makes the frames of an event.
+        is_silent: nothing listens at the address, and nothing is sent: an engine without the plug-in.
 
     Attributes:
         address: with the port that was bound.
@@ -44,6 +45,8 @@ class Publisher:
         clock_offset_s: float = 0.0,
         secret: str | None = None,
         frames: Callable[[Event], tuple[bytes, bytes]] = encode,
+        *,
+        is_silent: bool = False,
     ) -> None:
         self.engine = engine
         self._frames = frames
@@ -66,6 +69,8 @@ class Publisher:
         self._socket.bind(address)
         port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self.address = f"{address.rpartition(':')[0]}:{port}"
+        if is_silent:
+            self._socket.unbind(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._hello = asyncio.create_task(self._say_hello())
         self._descriptor: int = self._socket.FD
         asyncio.get_running_loop().add_reader(self._descriptor, self._hear)

@@ -148,6 +148,7 @@ class Rank:
         self._address = address
         self._sealer = sealer
         self._settings = settings
+        self.reads, self.read_s, self.read_bytes = 0, 0.0, 0
         self._pins: dict[str, _Pin] = {}
         self._spent: set[str] = set()
         self._readers: dict[str, Job] = {}
@@ -301,7 +302,11 @@ class Rank:
             try:
                 if blocks and (job.fails_load or time.perf_counter() + margin_s >= expires):
                     raise side_channel.ReadFailed("expired, or told to fail")
+                began = time.perf_counter()
                 known = await self._read(params, params["remote_block_ids"][0][:blocks])
+                self.reads += bool(known)
+                self.read_s += time.perf_counter() - began
+                self.read_bytes += sum(map(len, known))
             except side_channel.ReadFailed as error:
                 if blocks and not is_prefill:
                     raise LoadFailed(str(error)) from error

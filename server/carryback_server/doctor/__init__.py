@@ -1,0 +1,1 @@
+"""`carryback doctor`: does everything fit together, and if not, what is to be changed."""
