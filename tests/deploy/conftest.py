@@ -60,7 +60,8 @@ class Release:
 
     def container(self, part: str) -> Manifest:
         """The only container of a part's pods."""
-        (found,) = self.pods[part]["spec"]["containers"]
+        pod = self.pods[part] if part in self.pods else self.one("Pod", f"llm-{part}")
+        (found,) = pod["spec"]["containers"]
         assert isinstance(found, dict)
         return found
 

@@ -246,6 +246,23 @@ def test_a_pair_of_engines_in_one_pod_is_started_right(tmp_path: Path, clean_env
     assert [settings.port, settings.admin_port] == PORTS["router"]
 
 
+def test_helm_test_runs_the_doctor(everything: Release, clean_environ: Become) -> None:
+    (pod,) = everything.all("Pod")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    words = everything.words("doctor")
+    assert "--router=http://llm.models.svc:80" in words
+    everything.one("Service", "llm")
+    assert "--admin-url=http://llm-admin.models.svc:8001" in words
+    everything.one("Service", "llm-admin")
+    clean_environ(everything.environ("doctor") | {"CARRYBACK_STATE": "memory"})
+    # Nobody is there, and that is what it says.
+    words = [re.sub(r"http://\S+", "http://127.0.0.1:9", word) for word in words]
+    result = CliRunner().invoke(app, words[1:])
+    assert result.exit_code == 1, result.output
+    assert "FAIL" in result.output
+    assert "<" not in result.output
+
+
 def test_no_setting_is_taken_from_a_service_s_name(release: Release) -> None:
     # For a Service named carryback, Kubernetes would set CARRYBACK_PORT=tcp://...
     assert all(pod["spec"]["enableServiceLinks"] is False for pod in release.pods.values())
@@ -387,6 +404,8 @@ def may_reach(release: Release, source: Mapping[str, str], namespace: str, part:
 
 def test_who_reaches_what(everything: Release) -> None:
     labels = {part: pod["metadata"]["labels"] for part, pod in everything.pods.items()}
+    (doctor,) = everything.all("Pod")
+    labels["doctor"] = doctor["metadata"]["labels"]
     sources = {
         **{part: (labels[part], "models") for part in labels},
         "agent": ({"role": "agent"}, "models"),
@@ -409,6 +428,7 @@ def test_who_reaches_what(everything: Release) -> None:
         "prefill": all_of_engines,
         "decode": all_of_engines,
         "redis": set(),
+        "doctor": {8000, 8001, 6379, *all_of_engines},
         "agent": {8000},
         "stranger": set(),
         "stranger elsewhere": set(),

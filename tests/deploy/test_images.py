@@ -47,9 +47,15 @@ def interpolated(text: str, environ: Mapping[str, str]) -> str:
 
 def compose() -> dict[str, Any]:
     """The file, with the keys that an operator has to set."""
-    loaded = yaml.safe_load(interpolated(COMPOSE.read_text(), ENVIRON))
-    assert isinstance(loaded, dict)
-    return loaded
+
+    def filled(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {name: filled(each) for name, each in part.items()}
+        if isinstance(part, list):
+            return [filled(each) for each in part]
+        return interpolated(part, ENVIRON) if isinstance(part, str) else part
+
+    return dict(filled(yaml.safe_load(COMPOSE.read_text())))
 
 
 def stages() -> dict[str, str]:
@@ -160,7 +166,7 @@ def test_compose_s_router_finds_the_engines(clean_environ: Become) -> None:
     assert words[0] == "router"
     options = [word.removeprefix("--").partition("=") for word in words[1:]]
     engines = [{"role": role, "url": url} for role, _, url in options if role in ("prefill", "decode")]
-    settings = load(RouterSettings, engines=engines, host=dict((a, c) for a, _, c in options)["host"])
+    settings = load(RouterSettings, engines=engines, host={name: value for name, _, value in options}["host"])
     assert [(each.role, each.url, each.events, each.dns) for each in settings.engines] == [
         ("prefill", "http://prefill:8100", "tcp://prefill:8101", True),
         ("decode", "http://decode:8200", "tcp://decode:8201", True),
