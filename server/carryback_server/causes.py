@@ -123,11 +123,17 @@ REASONS = {
         "The prefill engine could not read it from the decode engine, and computed it instead.",
         "See the prefill engine's log for NIXL's error, and the network between the engines.",
     ),
+    "window_gone": Reason(
+        "The prompt left what was held further back than the model's sliding windows reach from its end, and what "
+        "is behind a window is not kept.",
+        "Start both engines with --disable-hybrid-kv-cache-manager: they keep all of it then, which takes more "
+        "memory.",
+    ),
     "layouts_differ": Reason(
-        "The two engines' block sizes or tensor parallelism differ.", "Start both with the same."
+        "The two engines' block sizes or KV cache groups differ.", "Start both with the same settings."
     ),
     "unsupported_layout": Reason(
-        "The model's KV cache cannot be cut at a block (sliding windows, Mamba), so nothing is reused of it."
+        "The model's KV cache cannot be cut at a block (Mamba, linear attention), so nothing is reused of it."
     ),
     "unverified": Reason(
         "The record has no valid seal: the engines have different keys, or releases of carryback that seal "
