@@ -64,11 +64,24 @@ class Pool:
         """All engines, those that are down, ejected or about to leave as well."""
         return list(self._minders)
 
-    def of(self, role: Role) -> list[Engine]:
-        """The engines of a role that a request can go to."""
-        up = [each for each in self._minders if each.role == role and each.is_up and not each.is_draining]
-        # Rather one that fails requests than none.
-        return [each for each in up if not each.ejection.is_out] or up
+    def of(self, role: Role, beside: Engine | None = None) -> list[Engine]:
+        """The engines of a role that a request can go to.
+
+        Args:
+            beside: the engine of the other role that it goes to. Those that can exchange KV with that one, if
+                there are any; without it, those that can with any.
+        """
+        placeable = [each for each in self._minders if each.is_up and not each.is_draining]
+        up = [each for each in placeable if each.role == role]
+        others = [beside] if beside is not None else [each for each in placeable if each.role != role]
+        alike = [
+            each
+            for each in up
+            if not each.mismatches or any(other.name not in each.mismatches for other in others)
+        ]
+        # Rather one that computes alone, or that fails requests, than none.
+        sound = [each for each in alike or up if not each.ejection.is_out]
+        return sound or [each for each in up if not each.ejection.is_out] or up
 
     def find(self, name: str, role: Role = "decode") -> Engine | None:
         """The engine of this name."""
