@@ -49,7 +49,7 @@ COPY deploy/docker/health.py /opt/carryback/health.py
 # What the image has stays as it is: vLLM was built and tested with it.
 RUN --mount=from=wheel,source=/wheels,target=/wheels \
     python3 -m pip freeze | grep -E '^[A-Za-z0-9._-]+==' > /tmp/constraints.txt \
-    && python3 -m pip install --no-cache-dir --constraint /tmp/constraints.txt "$(echo /wheels/*.whl)[server]" \
+    && python3 -m pip install --no-cache-dir --constraint /tmp/constraints.txt "$(echo /wheels/*.whl)[server,redis,otel]" \
     && rm /tmp/constraints.txt \
     && python3 -c "import nixl, carryback_vllm" \
     && useradd --uid 10001 --create-home carryback \

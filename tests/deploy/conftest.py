@@ -133,6 +133,11 @@ CASES: dict[str, dict[str, Any]] = {
         "prefill": {"gpus": 0, "args": ["--max-model-len", "4096"]},
         "decode": {"gpus": 0},
     },
+    "trainium": {
+        "profile": "trainium",
+        "model": MODEL,
+        "engines": {"gpuResource": "aws.amazon.com/neuron", "args": ["--tensor-parallel-size=8"]},
+    },
     "router alone": {
         "router": {"replicas": 1, "podDisruptionBudget": {"enabled": False}},
         "prefill": {"enabled": False},

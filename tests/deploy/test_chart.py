@@ -131,7 +131,10 @@ def test_an_engine_has_as_many_gpus_as_ranks(release: Release, clean_environ: Be
         words = release.words(part)
         gpus = int(release.container(part)["resources"].get("limits", {}).get("nvidia.com/gpu", 0))
         ranks = [word for word in words if word.startswith("--tensor-parallel-size")]
-        assert ranks == ([f"--tensor-parallel-size={gpus}"] if gpus else [])
+        if "--profile=trainium" in words:
+            assert ranks == ["--tensor-parallel-size=8"]  # its devices have several cores each
+        else:
+            assert ranks == ([f"--tensor-parallel-size={gpus}"] if gpus else [])
 
 
 def test_vllm_knows_the_options_that_the_chart_gives_it(everything: Release) -> None:
@@ -143,6 +146,12 @@ def test_vllm_knows_the_options_that_the_chart_gives_it(everything: Release) -> 
     options = {word.partition("=")[0] for word in words[words.index("--") + 1 :] if word.startswith("--")}
     assert options == {"--shutdown-timeout", "--tensor-parallel-size", "--gpu-memory-utilization"}
     assert [option for option in options if f'"{option}"' not in known] == []
+
+
+def test_large_numbers_stay_whole(tmp_path: Path) -> None:
+    # Helm reads every number as a float.
+    release = render({**CASES["default"], "router": {"config": {"max_body_bytes": 134_217_728}}})
+    assert "max_body_bytes: 134217728\n" in router_file(release, tmp_path).read_text()
 
 
 def test_what_engines_and_routers_must_be_told_alike_reaches_both(

@@ -124,6 +124,7 @@ capabilities: {drop: [ALL]}
     fieldRef: {fieldPath: status.podIP}
 # All that engines write goes to volumes.
 - {name: HOME, value: /home/carryback}
+- {name: USER, value: carryback} # PyTorch asks for one, also where the user's number has no name
 - {name: HF_HOME, value: /models}
 - {name: VLLM_NO_USAGE_STATS, value: "1"}
 {{- with .Values.model.token }}
