@@ -199,7 +199,7 @@ async def _proof(place: Place, asker: Asker, before: Reads | None, reuse: wire.R
     else:
         found = ok(
             "pull",
-            f"{_at(place)}the prefill engine counted {reads.bytes / 1e6:.2f} MB read for {reuse.tokens} tokens",
+            f"{_at(place)}the prefill engine counted {transport.size(reads.bytes)} read for {reuse.tokens} tokens",
         )
     return [found, transport.bandwidth(reads, "prefill")]
 

@@ -108,10 +108,13 @@ def bandwidth(reads: Reads | None, role: str) -> Finding:
     if reads is None or not reads.count or not reads.seconds:
         return skip("bandwidth", f"the {role} engine counted no read")
     rate = reads.bytes / reads.seconds / 1e9
-    found = (
-        f"the {role} engine read {reads.bytes / 1e6:.1f} MB in {reads.seconds * 1e3:.1f} ms: {rate:.2f} GB/s"
-    )
+    found = f"the {role} engine read {size(reads.bytes)} in {reads.seconds * 1e3:.1f} ms: {rate:.2g} GB/s"
     return ok("bandwidth", found)
+
+
+def size(count: float) -> str:
+    """Bytes, in words."""
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
 
 
 def is_here(seen: Seen) -> bool:
