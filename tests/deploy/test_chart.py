@@ -188,8 +188,9 @@ def test_the_router_s_settings_are_right(release: Release, tmp_path: Path, clean
     assert settings.is_shared or deployment["spec"]["replicas"] == 1
 
     for engine in settings.engines:
-        if not engine.dns:
-            continue
+        if engine.url.startswith("http://10."):
+            continue  # the operator's own
+        assert engine.dns
         name = re.match(r"http://([^.]+)\.models\.svc:(\d+)$", engine.url)
         assert name is not None
         service = release.one("Service", name[1])
