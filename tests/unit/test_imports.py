@@ -15,7 +15,11 @@ ROOT = Path(__file__).parents[2]
 # Where each import package lives, and what of ours it may import besides itself.
 PACKAGES = {
     "carryback": ("sdk/carryback", set()),
-    "carryback_server": ("server/carryback_server", {"carryback.wire", "carryback.identity"}),
+    # Which vLLM is supported is said once.
+    "carryback_server": (
+        "server/carryback_server",
+        {"carryback.wire", "carryback.identity", "carryback_vllm.version"},
+    ),
     "carryback_vllm": ("server/carryback_vllm", {"carryback.wire"}),
     "carryback_langgraph": ("integrations/carryback_langgraph", {"carryback"}),
     "carryback_agents": ("integrations/carryback_agents", {"carryback"}),
