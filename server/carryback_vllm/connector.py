@@ -54,7 +54,7 @@ from vllm.v1.request import RequestStatus
 from carryback_vllm.about import about_engine
 from carryback_vllm.cpu import calm_new_threads
 from carryback_vllm.events import KEY_VARIABLE, Publisher
-from carryback_vllm.seal import SEALED_FIELDS, VERSION, Sealer, sealed_as
+from carryback_vllm.seal import VERSION, Sealer, sealed_as
 from carryback_vllm.version import check_version
 
 if TYPE_CHECKING:
@@ -655,10 +655,8 @@ def _forget_remote(params: dict[str, Any], reason: str = "unverified") -> None:
     """Take out all that stock code would act on; the reason is for the report."""
     if params.get("remote_block_ids"):
         params["_carryback_refused"] = reason
-    for name in SEALED_FIELDS:
-        if name.startswith("remote_"):
-            params.pop(name, None)
-    params.pop("carryback", None)
+    for name in [each for each in params if each.startswith("remote_") or each == "carryback"]:
+        del params[name]
 
 
 def _may_have_stopped(request: Request) -> bool:

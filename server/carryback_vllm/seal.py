@@ -7,6 +7,7 @@ that holds the blocks and checked by the engine that is about to read them:
   all tokens before it, and also covers images, LoRA adapters and cache salts. The reader computes the
   same from its own prompt; the first digest that differs is where the prompt left the held history.
 - `tail`: the same for the tokens after the last full block, which have no block hash.
+- `others`: what the reader acts on and only some versions of vLLM have; left out if there is nothing.
 - `mac`: a keyed digest over everything the reader acts on (block ids, engine, address, expiry, and
   the digests), so that a record can be neither forged nor pieced together from two.
 
@@ -43,6 +44,8 @@ SEALED_FIELDS = (
     "dcp_size",
     "pp_size",
 )
+# And where vLLM has it: 0.33 has how often the holder has registered its KV cache.
+SOME_VERSIONS_FIELDS = ("remote_registration_generation",)
 
 
 class Sealer:
@@ -108,6 +111,8 @@ class Sealer:
             "digests": base64.b64encode(digests).decode(),
             "tail": tail,
         }
+        if others := _others(record):
+            seal["others"] = others
         record["carryback"] = {**seal, "mac": self._mac(record, seal)}
 
     def is_authentic(self, record: Mapping[str, Any]) -> bool:
@@ -118,7 +123,9 @@ class Sealer:
             return False
         rest = {name: value for name, value in seal.items() if name != "mac"}
         try:
-            return hmac.compare_digest(seal["mac"].encode(), self._mac(record, rest).encode())
+            return seal.get("others", {}) == _others(record) and hmac.compare_digest(
+                seal["mac"].encode(), self._mac(record, rest).encode()
+            )
         except (TypeError, ValueError, RecursionError):
             return False
 
@@ -144,3 +151,7 @@ def sealed_as(record: Mapping[str, Any]) -> str:
     """The version of a record's seal, as it says itself; ours if it has none."""
     seal = record.get("carryback")
     return str(seal.get("v", VERSION))[:8] if isinstance(seal, dict) else str(VERSION)
+
+
+def _others(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: record[name] for name in SOME_VERSIONS_FIELDS if name in record}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-SUPPORTED = ((0, 32), (0, 33))
+# As docs/upgrades.md says, from runs.
+SUPPORTED = ((0, 30), (0, 31), (0, 32), (0, 33))
 
 
 def check_version(version: str) -> None:
