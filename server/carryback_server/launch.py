@@ -27,6 +27,9 @@ SECRETS = (KEY, ENGINE_API_KEY, EVENTS_KEY)
 _LOOPBACK = "127.0.0.1"
 # vLLM's own default, in tokens.
 RECOMPUTE_THRESHOLD = 64
+# UCX over TCP notices by nothing else that a link is cut while it reads, and the kernel tries for a quarter of an
+# hour. A peer that is merely busy acknowledges all the same, unless it takes nothing for so long.
+UCX_TCP_USER_TIMEOUT = "30s"
 _FIRST_PORT: dict[Role, int] = {"prefill": 8100, "decode": 8200}
 # Given by carryback's own settings, so that the router and the engines agree.
 _RESERVED = ("--model", "--served-model-name", "--host", "--port", "--api-key")
@@ -319,6 +322,7 @@ def _command(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": address,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.side_channel),
+        "UCX_TCP_USER_TIMEOUT": environ.get("UCX_TCP_USER_TIMEOUT", UCX_TCP_USER_TIMEOUT),
     }
     if config.model is None:
         env["HF_HUB_OFFLINE"] = "1"  # the default model is on disk

@@ -23,6 +23,12 @@ logger = logging.getLogger("carryback")
 # An engine that is up and not heard for so long is complained of.
 UNHEARD_S = 3.0
 EVENTS_AT_ONCE = 200
+# A host that has lost its power or its link closes no connection: after so long without an answer there is a new
+# one. Not much sooner, since what an engine said meanwhile is lost with the old one.
+HEARTBEAT_S = 5.0
+HEARTBEAT_LOST_S = 30.0
+# After which an engine gives up a router, and what it has queued for it.
+HEARTBEAT_TTL_S = 60.0
 # The first byte of a subscription, sent by hand over XSUB.
 _SUBSCRIBE = b"\x01"
 # Probes for which nothing is left to be done for an engine, until it is forgotten: an event may be on its way.
@@ -225,6 +231,9 @@ class Pool:
             subscriber.setsockopt(zmq.IPV6, 1)
             subscriber.setsockopt(zmq.RCVHWM, 0)
             subscriber.setsockopt(zmq.SNDHWM, 0)
+            subscriber.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
+            subscriber.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_LOST_S * 1000))
+            subscriber.setsockopt(zmq.HEARTBEAT_TTL, int(HEARTBEAT_TTL_S * 1000))
             if self._config.events_key is not None:
                 public, secret = curve.key_pair(self._config.events_key.get_secret_value())
                 subscriber.curve_publickey, subscriber.curve_secretkey = public, secret
