@@ -67,9 +67,10 @@ def _reused(tried: Tried) -> str:
 
 
 def _line(layout: Layout, cells: list[str]) -> str:
-    flags = " ".join(layout.both)
-    sides = [("prefill", layout.prefill), ("decode", layout.decode)]
-    flags += " ".join(f"{side}: {' '.join(args)}" for side, args in sides if args)
+    words = [*(f"{name}={value}" for name, value in layout.env.items()), *layout.both]
+    for side, args in (("prefill", layout.prefill), ("decode", layout.decode)):
+        words += [f"{side}: {' '.join(args)}"] if args else []
+    flags = " ".join(words)
     title = f"{layout.title}<br>`{flags}`" if flags else layout.title
     return f"| {' | '.join([f'<!-- {layout.name} -->{title}', *cells, _versions()])} |"
 

@@ -124,8 +124,8 @@ REASONS = {
         "See the prefill engine's log for NIXL's error, and the network between the engines.",
     ),
     "window_gone": Reason(
-        "The prompt left what was held further back than the model's sliding windows reach from its end, and what "
-        "is behind a window is not kept.",
+        "The prompt left what was held before its end, and the model's sliding windows there need KV that the "
+        "decode engine had let go of.",
         "Start both engines with --disable-hybrid-kv-cache-manager: they keep all of it then, which takes more "
         "memory.",
     ),

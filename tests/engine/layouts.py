@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Layout:
         title: what a reader calls it.
         kind: of tiny model, one of `tiny_model.KINDS`.
         both, prefill, decode: arguments for vLLM, of both engines and of one.
+        env: variables of both engines.
         tolerance: how far log-probabilities of equal KV may be apart: sums in another order.
     """
 
@@ -43,6 +44,7 @@ class Layout:
     both: tuple[str, ...] = ()
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
     tolerance: float = 0.001
 
     @property
@@ -57,6 +59,8 @@ def _tp(size: int) -> tuple[str, str]:
 
 _NO_HYBRID = ("--disable-hybrid-kv-cache-manager",)
 _CACHES = ("--enable-prefix-caching",)
+# Without it, vLLM's NIXL connector takes no model with such states.
+_STATES = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 
 LAYOUTS = [
     Layout("gqa", "Full attention, grouped KV heads (Qwen3)"),
@@ -76,10 +80,10 @@ LAYOUTS = [
     Layout("mistral-no-hybrid", "The same, kept whole", "mistral-window", both=_NO_HYBRID),
     Layout("mla2", "Latent attention, MLA (DeepSeek-V2)", "deepseek-v2"),
     Layout("mla3", "Latent attention, MLA (DeepSeek-V3)", "deepseek-v3"),
-    Layout("granite", "Mamba-2 and attention (Granite 4 hybrid)", "granite-hybrid"),
-    Layout("qwen3-next", "Gated DeltaNet and attention (Qwen3-Next)", "qwen3-next"),
-    Layout("lfm2", "Short convolutions and attention (LFM2)", "lfm2"),
-    Layout("mamba2", "Mamba-2 only", "mamba2"),
+    Layout("granite", "Mamba-2 and attention (Granite 4 hybrid)", "granite-hybrid", env=_STATES),
+    Layout("qwen3-next", "Gated DeltaNet and attention (Qwen3-Next)", "qwen3-next", env=_STATES),
+    Layout("lfm2", "Short convolutions and attention (LFM2)", "lfm2", env=_STATES),
+    Layout("mamba2", "Mamba-2 only", "mamba2", env=_STATES),
     Layout("tp2-tp2", "Tensor parallel 2 and 2 (Qwen3)", both=_tp(2)),
     Layout("tp1-tp2", "Tensor parallel 1 and 2 (Qwen3)", decode=_tp(2)),
     Layout("tp2-tp1", "Tensor parallel 2 and 1 (Qwen3)", prefill=_tp(2)),
@@ -125,6 +129,7 @@ async def running(layout: Layout, folder: Path, session: aiohttp.ClientSession) 
         "--kv-cache-memory-bytes", str(256 << 20), *layout.both,
         prefill_args=list(layout.prefill), decode_args=list(layout.decode),
     )  # fmt: skip
+    commands = [replace(command, env={**command.env, **layout.env}) for command in commands]
     async with Engines(commands, log_dir=folder) as engines:
         await engines.wait_ready()
         yield Pair(engines, commands, session)

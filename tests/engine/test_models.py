@@ -1,0 +1,82 @@
+"""A model with sliding windows, and a decode engine of two ranks: what is read back, and that every answer is right.
+
+Both at once, since a pair of engines takes long to start. `benchmarks/support.py` tries many more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from carryback_server.launch import free_ports
+from layouts import Trial, Tried, by_name, running
+from pair import BLOCK, KEY, Client, Pair
+from test_cases import offer, prompt, seal_again, stolen_record
+from test_random import check_history
+from tiny_model import WINDOW
+
+(LAYOUT,) = by_name(["gemma2-tp1-tp2"])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def other(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    """Engines of that layout."""
+    with pair.paused("prefill", "decode"):
+        async with running(LAYOUT, tmp_path_factory.mktemp("models"), pair.session) as engines:
+            yield engines
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(other: Pair) -> AsyncIterator[Client]:
+    """A client of a router before those engines."""
+    async with other.router() as client:
+        yield client
+
+
+def right(trial: Trial) -> list[Tried]:
+    """What was tried, every answer being a full recompute's."""
+    for each in trial.tried:
+        assert each.apart <= LAYOUT.tolerance, each
+        assert each.is_same, each
+    return trial.tried
+
+
+async def test_a_history_that_grows_is_read_back(client: Client) -> None:
+    trial = Trial(client, LAYOUT)
+    await trial.growth()
+    for each in right(trial):
+        reuse = each.answer.reuse
+        assert (reuse.outcome, reuse.reason) == ("hit", "verified")
+        assert reuse.tokens > WINDOW + BLOCK
+
+
+async def test_an_edit_behind_the_windows_reuses_nothing(client: Client) -> None:
+    trial = Trial(client, LAYOUT)
+    await trial.edit("middle")
+    (edited,) = right(trial)
+    assert edited.telling > 0.1
+    assert (edited.answer.reuse.outcome, edited.answer.reuse.reason) == ("miss", "window_gone")
+
+
+async def test_an_edit_in_the_last_block_reuses_all_others(client: Client) -> None:
+    trial = Trial(client, LAYOUT)
+    await trial.edit("last")
+    (edited,) = right(trial)
+    assert edited.telling > 0.1
+    reuse = edited.answer.reuse
+    assert (reuse.outcome, reuse.reason) == ("hit", "verified")
+    assert reuse.tokens > reuse.prompt_tokens - WINDOW
+
+
+async def test_random_histories(client: Client) -> None:
+    assert await check_history(client, ["grow", "change", "grow", "swap", "grow"], seed=1) > 0
+
+
+async def test_a_read_that_fails_leaves_nothing_that_is_taken_for_kv(other: Pair) -> None:
+    record = await stolen_record(other, prompt(2))
+    record = seal_again(record, KEY, remote_engine_id="nobody", remote_port=free_ports(1)[0])
+    report = await offer(other, prompt(2), record)
+    assert (report["outcome"], report["tokens"], report["reason"]) == ("miss", 0, "load_failed")
+    assert report["recomputed"] > 700
+    await other.assert_unpinned("prefill")
