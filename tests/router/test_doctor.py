@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from carryback_server.config import RouterConfig
+from carryback_server.config import EngineConfig, RouterConfig
 from carryback_server.doctor.finding import Finding
 from carryback_server.doctor.run import Asked, Limits, after_start
 from carryback_server.profiles import PROFILES
@@ -42,6 +42,12 @@ async def findings(service: Service, log: Path | None, **asked: Any) -> list[Fin
         router=service.url, admin=service.router.admin_url, logs=[log] if log is not None else (), **settings
     )
     return [each async for each in after_start(wanted)]
+
+
+async def alone(engines: list[EngineConfig], log: Path, **settings: Any) -> list[Finding]:
+    """What doctor finds, told engines and no router."""
+    config = RouterConfig(engines=engines, prefill_lease_s=LEASE_S, **settings)
+    return [each async for each in after_start(Asked(config, logs=[log], limits=QUICK))]
 
 
 def failed(found: list[Finding]) -> set[str]:
@@ -147,30 +153,27 @@ async def test_engines_that_are_set_up_differently(
         await service.stop_router()
 
 
-async def test_an_old_vllm_without_the_plugin(serve: Serve, log: Path) -> None:
-    async with StubEngine("prefill", version="0.19.2", settings=Settings(plugin=False)) as old:
-        service = await serve(prefill=0, engines=[old.config()])
-        found = await findings(service, log)
+async def test_an_old_vllm_without_the_plugin(log: Path) -> None:
+    stock = Settings(plugin=False)
+    async with StubEngine("prefill", version="0.19.2", settings=stock) as old, StubEngine("decode") as decode:
+        found = await alone([old.config(), decode.config()], log)
         assert failed(found) == {"vllm", "plugin", "events", "reuse"}
         assert "prefill" in one(found, "plugin").found
         assert "kv_connector_module_path carryback_vllm.connector" in one(found, "plugin").fix
         assert "0.19.2" in one(found, "vllm").found
         assert "pip install 'carryback[gpu]'" in one(found, "vllm").fix
-        await service.stop_router()
 
 
-async def test_an_events_port_that_is_blocked(serve: Serve, log: Path) -> None:
-    async with StubEngine("decode") as engine:
-        blocked = engine.config().model_copy(update={"events": f"tcp://127.0.0.1:{free_ports(1)[0]}"})
-        service = await serve(decode=0, engines=[blocked], prefill_lease_s=LEASE_S)
-        found = await findings(service, log)
+async def test_an_events_port_that_is_blocked(log: Path) -> None:
+    async with StubEngine("prefill") as prefill, StubEngine("decode") as decode:
+        blocked = decode.config().model_copy(update={"events": f"tcp://127.0.0.1:{free_ports(1)[0]}"})
+        found = await alone([prefill.config(), blocked], log)
         # It has the plug-in, and nobody hears what it holds.
         assert failed(found) == {"events", "hold", "reuse"}
         events = one(found, "events")
         assert "connection refused" in events.found
         assert "carryback_events" in events.fix
         assert {each.status for each in found if each.check == "plugin"} == {"ok"}
-        await service.stop_router()
 
 
 async def test_a_side_channel_that_is_blocked(serve: Serve, log: Path) -> None:
@@ -182,13 +185,14 @@ async def test_a_side_channel_that_is_blocked(serve: Serve, log: Path) -> None:
         await service.stop_router()
 
 
-async def test_another_key_of_the_events(serve: Serve, log: Path) -> None:
-    service = await serve(engine={"events_key": "right"}, events_key="wrong")
-    found = await findings(service, log, config=RouterConfig(events_key="wrong"))
-    assert failed(found) == {"events", "hold", "reuse"}
-    assert {each.fix for each in found if each.check == "events"} == {
-        "give engines, routers and doctor the same CARRYBACK_EVENTS_KEY (events_key)"
-    }
+async def test_another_key_of_the_events(log: Path) -> None:
+    right = {"events_key": "right"}
+    async with StubEngine("prefill", **right) as prefill, StubEngine("decode", **right) as decode:
+        found = await alone([prefill.config(), decode.config()], log, events_key="wrong")
+        assert failed(found) == {"events", "hold", "reuse"}
+        assert {each.fix for each in found if each.check == "events"} == {
+            "give engines, routers and doctor the same CARRYBACK_EVENTS_KEY (events_key)"
+        }
 
 
 async def test_what_is_held_expires_before_it_can_be_read(serve: Serve, log: Path) -> None:
@@ -230,7 +234,8 @@ async def test_a_transport_that_is_not_the_profiles(serve: Serve, tmp_path: Path
 async def test_redis_that_is_down_and_redis_that_is_up(serve: Serve, log: Path) -> None:
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
-    service = await serve(state=url)
+    # What a router holds when its Redis goes stays held for its time.
+    service = await serve(state=url, engine={"settings": Settings(grace_s=0.5)}, hold_s=7, hold_mid_turn_s=7)
     found = await findings(service, log, config=RouterConfig(state=url))
     assert {"redis", "reuse"} <= failed(found)
     assert "state" in one(found, "redis").fix
