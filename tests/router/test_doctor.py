@@ -83,12 +83,12 @@ async def test_a_healthy_pair_has_no_failure_and_nothing_is_left(serve: Serve) -
     assert {check for check, status in seen if status in ("WARN", "FAIL")} == set()
     for check in ("health", "vllm", "plugin", "events", "side-channel", "address"):
         assert seen[check, "ok"] == 2, check
+    assert seen["hold", "ok"] == 2
     for check in (
         "key",
         "model",
         "block-size",
         "conversation",
-        "hold",
         "reuse",
         "pull",
         "bandwidth",
@@ -202,6 +202,13 @@ async def test_what_is_held_expires_before_it_can_be_read(serve: Serve, log: Pat
     hold = one(found, "hold")
     assert "expire" in hold.found
     assert "hold_s" in hold.fix
+
+
+async def test_an_engine_that_holds_for_too_short(serve: Serve, log: Path) -> None:
+    service = await serve(engine={"settings": Settings(ttl_s=5.0)})
+    found = await findings(service, log)
+    assert failed(found) == set()  # a router says how long
+    assert "decoder_kv_blocks_ttl" in one(found, "hold", "WARN").fix
 
 
 async def test_a_clock_that_is_wrong(serve: Serve, log: Path) -> None:

@@ -15,11 +15,10 @@ from carryback_server.app import Router
 from carryback_server.bench.engine_metrics import Reads
 from carryback_server.causes import REASONS
 from carryback_server.config import EngineConfig, RouterConfig
-from carryback_server.doctor import transport
+from carryback_server.doctor import holding, transport
 from carryback_server.doctor.asking import Asker, NoAnswer, Reply
 from carryback_server.doctor.engines import Seen
 from carryback_server.doctor.finding import Finding, fail, ok, skip, warn
-from carryback_server.hold import EXPIRY_MARGIN_S
 
 # Long enough for a few blocks, whatever their size. Each conversation begins with its own id, so that no
 # prefix cache knows it.
@@ -94,7 +93,8 @@ async def _two_turns(place: Place, asker: Asker, name: str) -> list[Finding]:
     first = await _turn(place, asker, headers, messages, ANSWER_TOKENS)
     if first.status != 200:
         return [_refused(place, first, "first")]
-    held = await _hold(place, asker, name)
+    url = f"{place.url}/v1/conversations/{name}"
+    held = [await holding.after_turn(url, place.headers, asker, _at(place))]
     before = await _counted(place, asker)
     answer = first.json["choices"][0]["message"].get("content") or ""
     messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Thank you."}]
@@ -137,31 +137,6 @@ def _refused(place: Place, reply: Reply, which: str) -> Finding:
     }
     fix = fixes.get(reply.status, "see the logs of the router and of the engines")
     return fail("conversation", f"{_at(place)}the {which} turn: {reply.problem}", fix)
-
-
-async def _hold(place: Place, asker: Asker, name: str) -> list[Finding]:
-    """What is held after the first turn, and for how long it can still be used."""
-    url = f"{place.url}/v1/conversations/{name}"
-    held = None
-    for _ in range(20):  # the engine's event may come a moment later
-        reply = await asker.ask(url, headers=place.headers)
-        view = reply.json if isinstance(reply.json, dict) else {}
-        if held := view.get("held"):
-            break
-        await asyncio.sleep(0.1)
-    if not held:
-        fix = (
-            "hold_s and hold_mid_turn_s of the router, above 5.5 s; the engines' events, if they do not come"
-        )
-        return [fail("hold", f"{_at(place)}nothing is held after the first turn", fix)]
-    left, tokens = held["expires_in_s"], held["tokens"]
-    if left <= 0:
-        found = (
-            f"{_at(place)}{tokens} tokens are held, and expire before they can be read: the last "
-            f"{EXPIRY_MARGIN_S:g} s are not used"
-        )
-        return [fail("hold", found, "a longer hold_mid_turn_s and hold_s in the router's settings")]
-    return [ok("hold", f"{_at(place)}{tokens} tokens are held for the next turn, for {left:g} s")]
 
 
 def _reuse(place: Place, reuse: wire.Reuse) -> Finding:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from carryback_server.config import EngineConfig, RouterConfig
-from carryback_server.doctor import agreement, conversation, engines, host, network, state, transport
+from carryback_server.doctor import agreement, conversation, engines, holding, host, network, state, transport
 from carryback_server.doctor.asking import Asker, NoAnswer
 from carryback_server.doctor.conversation import Place
 from carryback_server.doctor.engines import Seen
@@ -171,6 +171,9 @@ async def _checks(asked: Asked, asker: Asker, seens: list[Seen]) -> AsyncIterato
         yield await network.router_clock(asked.admin, asker, most)
     for found in agreement.agreements(seens):
         yield found
+    for seen in seens:
+        if seen.role == "decode":
+            yield holding.engine_hold(seen)
 
 
 async def _conversations(
