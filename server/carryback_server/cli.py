@@ -41,6 +41,7 @@ from carryback_server.config import (
     load,
 )
 from carryback_server.console import err, fail, out
+from carryback_server.doctor.cli import doctor
 from carryback_server.profiles import Device, ProfileName, Role
 from carryback_server.simulate.cli import simulate
 from carryback_server.supervisor import EngineFailed, Engines
@@ -57,6 +58,7 @@ key_app = typer.Typer(no_args_is_help=True, help="API keys of the router's tenan
 app.add_typer(key_app, name="key")
 app.add_typer(bench_app, name="bench")
 app.command()(simulate)
+app.command()(doctor)
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="Settings, YAML. Flags and CARRYBACK_* win.")
