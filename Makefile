@@ -24,8 +24,8 @@ test: install
 ifdef TEST_ARGS
 	$(BIN)/python -m pytest $(TEST_ARGS)
 else
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/unit tests/clients tests/router tests/dashboard
-	$(BIN)/python -m pytest tests/engine
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/unit tests/clients tests/router tests/dashboard tests/deploy
+	$(BIN)/python -m pytest tests/engine tests/hosts
 endif
 
 lint: install

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs what the tests need beside .venv: redis-server, for state that routers share; Chromium, for the
-# dashboard; and LlamaIndex, which needs an older openai and so an environment of its own.
+# dashboard; ip, for several hosts; and LlamaIndex, which needs an older openai and so an environment of its own.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -41,4 +41,5 @@ program() {
 
 program "redis-server (6.2 or newer)" redis-server redis-server
 program "Chromium" chromium chromium chromium-browser google-chrome
+program "ip (iproute2)" iproute2 ip
 llama_index

@@ -239,7 +239,8 @@ class Pipeline:
                         record = await self._recall(trip)
                         step.set(found=record is not None)
                     decoding = self._admit_early(trip)
-                    prefilled = await self._prefill(trip, record)
+                    beside = decoding.engine if decoding is not None else trip.holder
+                    prefilled = await self._prefill(trip, record, beside)
                 trip.entry.reuse = prefilled.reuse
                 trip.headers[wire.CARRYBACK_REUSE] = trip.conversation.reuse = prefilled.reuse.header()
                 trip.step.holder = trip.holder.name if trip.holder is not None else ""
@@ -438,12 +439,17 @@ class Pipeline:
 
     # -- place, prefill
 
-    async def _prefill(self, trip: Trip, record: Record | None) -> Prefilled:
+    async def _prefill(self, trip: Trip, record: Record | None, beside: Engine | None) -> Prefilled:
+        """The prefill hop.
+
+        Args:
+            beside: the decode engine that will read the prompt's KV, if that is known.
+        """
         tried: list[Engine] = []
         expected = record.tokens if record is not None else 0
         while True:
             with trip.trace.step("place") as step:
-                engine = less_loaded(self.pool.of("prefill"), but=tried)
+                engine = less_loaded(self.pool.of("prefill", beside), but=tried)
                 if engine is None:
                     break
                 step.engine(engine.name, engine.site.url)
@@ -626,9 +632,11 @@ class Pipeline:
             over=lambda: self.holding.land(key, None),
         )
 
-    def _decode_engine(self, holder: Engine | None, but: Collection[Engine] = ()) -> Engine | None:
+    def _decode_engine(
+        self, holder: Engine | None, but: Collection[Engine] = (), beside: Engine | None = None
+    ) -> Engine | None:
         return decode_engine(
-            self.pool.of("decode"),
+            self.pool.of("decode", beside),
             holder,
             overload_factor=self._config.overload_factor,
             slack_tokens=self._config.overload_slack_tokens,
@@ -648,7 +656,7 @@ class Pipeline:
         tried: list[Engine] = []
         while True:
             if decoding is None:
-                engine = self._decode_engine(holder, tried)
+                engine = self._decode_engine(holder, tried, prefilled.engine)
                 if engine is None and tried and tried[-1].is_up:
                     engine = tried[-1]
                 if engine is None:

@@ -198,7 +198,9 @@ async def test_a_request_waits_until_it_is_told_how_to_go_on(pair: Pair, engines
     assert not asked.done()
     await engines.go(mine["carryback_key"], params)
     answer = await asked
-    assert (await engines.next("decode", events.Held)).generated == 8
+    held = await engines.next("decode", events.Held)
+    assert held.generated == 8
+    await engines.release("decode", held.request)
     assert (await engines.hello("prefill")).pinned == 0  # it was read
     alone = await engines.ask("decode", path, body, hold_s=0, carryback_key=key())
     assert said(answer) == said(alone)

@@ -192,6 +192,37 @@ async def test_engines_that_seal_differently_compute(cluster: Cluster, newer: st
     await gone(prefill, decode)
 
 
+@pytest.mark.parametrize("early", [True, False])
+async def test_engines_of_two_vllms_are_not_mixed(cluster: Cluster, early: bool) -> None:
+    """As they cannot read each other, prefill and decode engines of one vLLM go together."""
+    old = await cluster.pair(version="0.32.0")
+    new = await cluster.pair(version="0.33.0")
+    router = await cluster.router(admit_early=early)
+    for engine in (*old, *new):
+        await cluster.hears(router, engine)
+    await until(lambda: all(each.mismatches for each in router.pipeline.pool.engines))
+    chats = [cluster.chat(router, f"chat-{number}") for number in range(12)]
+    for turn in range(3):
+        for chat in chats:
+            assert (await chat.say()).reuse.outcome == ("hit" if turn else "miss")
+    for prefill, decode in (old, new):
+        assert {each.params["remote_port"] for each in decode.requests if "remote_port" in each.params} <= {
+            prefill._side_port
+        }
+        assert len(prefill.requests) == len(decode.requests) > 0
+    # The upgrade goes on: the last old prefill engine leaves, and what is held at the old decode engine is lost.
+    assert (await cluster.admin(router, "POST", f"/admin/engines/{old[0].url.removeprefix('http://')}/drain")).status == 200
+    before = len(old[1].requests)
+    for chat in chats:
+        assert (await chat.say()).reuse.outcome in ("hit", "miss", "partial")
+    for chat in chats:
+        assert (await chat.say()).reuse.outcome == "hit"
+    assert len(old[1].requests) == before
+    for chat in chats:
+        await cluster.delete(router, f"/v1/conversations/{chat.id}")
+    await gone(*old, *new)
+
+
 async def test_a_prefill_engine_that_reports_more(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     router = await cluster.router()
