@@ -27,7 +27,7 @@ _QUESTION = "This is a check of a service, and its answer does not matter. " * 2
 ANSWER_TOKENS = 160
 # An engine shows what it counted with its next step, or a little later.
 COUNTED_S = 5.0
-# Of UCX's own metrics in vLLM: how often, how long, how much an engine read.
+# Of vLLM's NIXL connector: how often, for how long and how much an engine read.
 _COUNTERS = (
     "vllm:nixl_xfer_time_seconds_count",
     "vllm:nixl_xfer_time_seconds_sum",
@@ -96,7 +96,13 @@ async def _two_turns(place: Place, asker: Asker, name: str) -> list[Finding]:
     url = f"{place.url}/v1/conversations/{name}"
     held = [await holding.after_turn(url, place.headers, asker, _at(place))]
     before = await _counted(place, asker)
-    answer = first.json["choices"][0]["message"].get("content") or ""
+    try:
+        answer = first.json["choices"][0]["message"].get("content") or ""
+    except (TypeError, KeyError, IndexError):
+        return [
+            *held,
+            fail("conversation", f"{_at(place)}{place.url} answers with no chat completion", "--router"),
+        ]
     messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Thank you."}]
     second = await _turn(place, asker, {**headers, wire.CONVERSATION_END: "true"}, messages, 1)
     if second.status != 200:
@@ -129,6 +135,7 @@ async def _turn(
 
 def _refused(place: Place, reply: Reply, which: str) -> Finding:
     fixes = {
+        400: "what the engine wants: a chat template (--chat-template), a longer --max-model-len",
         401: "a tenant's key: --api-key, CARRYBACK_API_KEY",
         403: "the key of a tenant that may use this model: --api-key, CARRYBACK_API_KEY",
         404: "--model",
@@ -146,7 +153,9 @@ def _reuse(place: Place, reuse: wire.Reuse) -> Finding:
         return ok("reuse", said)
     if reuse.reason == "local_cache":
         return warn(
-            "reuse", f"{said}: the prefill engine had it all itself, so no read was seen", "--answer-tokens"
+            "reuse",
+            f"{said}: the prefill engine had it all itself, so no read was seen",
+            "nothing; to see a read, start the prefill engine with --no-enable-prefix-caching",
         )
     return fail(
         "reuse", said, (reason and (reason.do or reason.means)) or "see docs/router.md, What was reused"
@@ -182,7 +191,7 @@ async def _proof(place: Place, asker: Asker, before: Reads | None, reuse: wire.R
 async def _counted(place: Place, asker: Asker) -> Reads | None:
     """What the prefill engines have read; None if one does not say."""
     total = Reads()
-    for seen in place.prefills:
+    for seen in {each.url: each for each in place.prefills}.values():  # ranks count in one place
         try:
             reply = await asker.ask(seen.url + "/metrics", headers=seen.headers)
         except NoAnswer:
