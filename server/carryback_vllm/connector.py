@@ -43,6 +43,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -643,6 +644,9 @@ def _why_not_cut(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, hash_b
             return "the model's attention is not causal, or its KV cache is compressed"
         if spec.block_size != hash_block_size:
             return f"blocks of {spec.block_size} tokens are hashed by {hash_block_size}"
+    if current_platform.is_cpu() and vllm_config.model_config.use_mla:
+        # vLLM turns prefix caching and chunked prefill off for it. With KV read back, answers were wrong.
+        return "vLLM's MLA on a CPU does not go on from KV that is there already"
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism spreads a block over ranks"

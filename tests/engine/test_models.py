@@ -42,8 +42,8 @@ def right(trial: Trial) -> list[Tried]:
     return trial.tried
 
 
-async def test_a_history_that_grows_is_read_back(client: Client) -> None:
-    trial = Trial(client, LAYOUT)
+async def test_a_history_that_grows_is_read_back(other: Pair, client: Client) -> None:
+    trial = Trial(other, client, LAYOUT)
     await trial.growth()
     for each in right(trial):
         reuse = each.answer.reuse
@@ -51,16 +51,16 @@ async def test_a_history_that_grows_is_read_back(client: Client) -> None:
         assert reuse.tokens > WINDOW + BLOCK
 
 
-async def test_an_edit_behind_the_windows_reuses_nothing(client: Client) -> None:
-    trial = Trial(client, LAYOUT)
+async def test_an_edit_behind_the_windows_reuses_nothing(other: Pair, client: Client) -> None:
+    trial = Trial(other, client, LAYOUT)
     await trial.edit("middle")
     (edited,) = right(trial)
     assert edited.telling > 0.1
     assert (edited.answer.reuse.outcome, edited.answer.reuse.reason) == ("miss", "window_gone")
 
 
-async def test_an_edit_in_the_last_block_reuses_all_others(client: Client) -> None:
-    trial = Trial(client, LAYOUT)
+async def test_an_edit_in_the_last_block_reuses_all_others(other: Pair, client: Client) -> None:
+    trial = Trial(other, client, LAYOUT)
     await trial.edit("last")
     (edited,) = right(trial)
     assert edited.telling > 0.1
