@@ -811,7 +811,9 @@ def _prefilled(answer: dict[str, Any], engine: Engine, had_record: bool, why_non
         work = msgspec.convert(params.pop("carryback_work", None), Work | None)
     if reuse is None or not reuse.reason.isidentifier():
         logger.error(
-            "prefill engine %s runs without carryback's plug-in: nothing is transferred", engine.name
+            "prefill engine %s runs without carryback's plug-in, or with one of a release that this router cannot "
+            "read: nothing is transferred",
+            engine.name,
         )
         return Prefilled(Reuse("miss", 0, "no_plugin"))
     if reuse.reason == "no_record" and not had_record:
