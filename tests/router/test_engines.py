@@ -203,6 +203,10 @@ async def test_an_engine_that_answers_is_up_and_says_what_it_is(world: World) ->
         "models": ["m"],
         "events": True,
         "ejections": 0,
+        "events_address": server.events,
+        "about": {},
+        "clock_offset_s": None,
+        "mismatches": {},
     }
     assert engine.load == engine.in_flight == 0
 
