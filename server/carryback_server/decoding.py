@@ -17,6 +17,7 @@ import msgspec
 from carryback_server.engines import Engine
 from carryback_server.relay import Answer
 from carryback_server.tracing import Step
+from carryback_server.upstream import BrokeOff
 
 # After how long an engine that has not answered is told again, if its connection broke meanwhile; doubled each
 # time.
@@ -53,6 +54,7 @@ class Decoding:
         self.key = key
         self.step = step
         self.is_waiting = is_waiting
+        self._is_unheard = False
         self._timer: asyncio.TimerHandle | None = None
         self._end = ExitStack()
         self._end.callback(over)
@@ -82,9 +84,18 @@ class Decoding:
         """
         try:
             async with self.engine.within(timeout_s):
-                return await self._beginning
+                return await self._begun()
         finally:
             self._say_no_more()
+
+    async def _begun(self) -> Answer:
+        try:
+            return await self._beginning
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_unheard and task is not None and not task.cancelling():
+                raise BrokeOff("it could not be told how to go on: its events have stopped") from None
+            raise
 
     def leave(self) -> None:
         """Break it off, if it is not over; that says nothing about the engine."""
@@ -102,6 +113,10 @@ class Decoding:
         self._end.__exit__(kind, error, traceback)
 
     def _say(self, params: bytes, again_s: float) -> None:
+        if not self.engine.is_heard:  # then it hears nothing either
+            self._is_unheard = True
+            self._beginning.cancel()
+            return
         self.engine.go(self.key, params)
         if again_s <= _MAX_AGAIN_S:
             loop = asyncio.get_running_loop()

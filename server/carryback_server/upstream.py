@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,15 @@ import httptools
 KEEPALIVE_S = 2.0
 # Of an answer that nobody takes; then no more of it is read from the socket.
 MAX_WAITING_BYTES = 2**20
+# A host that has lost its power or its link closes no connection: the kernel asks whether it is there, not the engine,
+# which may be busy for longer.
+_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000),
+)
 
 
 class UpstreamError(OSError):
@@ -257,6 +267,8 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
         self.is_open = True
+        for option in _ALIVE:
+            transport.get_extra_info("socket").setsockopt(*option)
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -21,7 +21,7 @@ from pair import ENGINE_ARGS, NAME, Client, Pair, eventually
 HOSTS = ("prefill", "decode", "router-1", "router-2", "redis", "client")
 EVENTS_PORT = {"prefill": 8101, "decode": 8201}
 # Less than by default, so that a test sees what comes then.
-TIMEOUTS = {"CARRYBACK_PREFILL_TIMEOUT_S": "20", "CARRYBACK_FIRST_BYTE_TIMEOUT_S": "20"}
+TIMEOUTS = {"CARRYBACK_PREFILL_TIMEOUT_S": "60", "CARRYBACK_FIRST_BYTE_TIMEOUT_S": "60"}
 _KEYS = {"CARRYBACK_KEY": "the key of this test", "CARRYBACK_EVENTS_KEY": "the events' key of this test"}
 # UCX would see that all is one machine, and take shared memory.
 _TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0", "UCX_TCP_USER_TIMEOUT": "8s"}

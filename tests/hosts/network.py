@@ -68,11 +68,17 @@ class Network:
         self._in("switch", "link", "add", "name", name, "type", "veth", *peer)
         self._in("switch", "link", "set", "dev", name, "master", "bridge", "up")
         self._in(name, "link", "set", "eth0", "up")
+        self._forget_connections_of_killed(name)
         self._in(name, "address", "add", f"{self.ipv6(name)}/64", "dev", "eth0", "nodad")
         self._in(name, "-6", "route", "add", "default", "dev", "eth0")
         if self._has_ipv4:
             self._in(name, "address", "add", f"{self.ipv4(name)}/24", "dev", "eth0")
             self._in(name, "route", "add", "default", "dev", "eth0")
+
+    def _forget_connections_of_killed(self, host: str) -> None:
+        # The kernel of a host that lost its power cannot go on to close its connections; ours would, for minutes.
+        setting = "/proc/sys/net/ipv4/tcp_orphan_retries"
+        subprocess.run(self.command(host, "sh", "-c", f"echo 1 > {setting}"), check=True)
 
     def namespace(self, host: str) -> str:
         """Its name for `ip netns`."""
@@ -139,8 +145,8 @@ class Network:
         rules = []
         families = {"-6": self.ipv6} | ({"-4": self.ipv4} if self._has_ipv4 else {})
         for family, address in families.items():
-            rules.append((host, family, "to", address(other), "ipproto", "tcp", "sport", str(port)))
-            rules.append((other, family, "to", address(host), "ipproto", "tcp", "dport", str(port)))
+            for name, peer, end in ((host, other, "sport"), (other, host, "dport")):
+                rules.append((name, family, "to", address(peer), "ipproto", "tcp", end, str(port)))
         for name, family, *rule in rules:
             self._in(name, family, "rule", "add", "blackhole", *rule)
         try:

@@ -2,60 +2,161 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from typing import Any
 
-from hosts.machines import Machines
-from pair import Answer, Client, document
+from hosts.machines import EVENTS_PORT, Machines
+from pair import Answer, Client, document, eventually
 
 # Of the tiny model: 4 layers, keys and values, 2 heads of 32 numbers of 4 bytes.
 BYTES_A_TOKEN = 4 * 2 * 2 * 32 * 4
+# Until the kernel has given up the connections of a process that was killed, off the network.
+FORGOTTEN_S = 5
 
 
 class Conversation:
-    """A conversation that goes on, turn after turn."""
+    """A conversation that goes on, turn after turn.
 
-    def __init__(self, sentences: int = 20) -> None:
+    Attributes:
+        turns: each prompt and its answer.
+    """
+
+    def __init__(self) -> None:
         self.id = uuid.uuid4().hex
-        self.messages: list[dict[str, Any]] = []
-        self._sentences = sentences
+        self.turns: list[tuple[list[dict[str, Any]], Answer]] = []
 
     async def turn(self, client: Client, **fields: Any) -> Answer:
-        """The next turn."""
-        self.messages.append({"role": "user", "content": document(len(self.messages), self._sentences)})
-        answer = await client.chat(self.messages, self.id, **fields)
-        if answer.status == 200:
-            self.messages.append({"role": "assistant", "content": answer.text})
-        else:
-            self.messages.pop()
+        """The next turn, which has to be answered."""
+        messages = self.next()
+        answer = await client.chat(messages, self.id, **fields)
+        assert answer.status == 200, answer.raw
+        self.turns.append((messages, answer))
         return answer
 
-    async def end(self, client: Client) -> None:
-        """Delete it."""
-        async with client.session.delete(f"{client.url}/v1/conversations/{self.id}") as response:
-            assert response.status in (200, 204), await response.text()
+    def next(self) -> list[dict[str, Any]]:
+        """The next turn's prompt."""
+        messages = []
+        if self.turns:
+            before, answer = self.turns[-1]
+            messages = [*before, {"role": "assistant", "content": answer.text}]
+        return [*messages, {"role": "user", "content": document(len(messages), 15)}]
 
-    async def recomputed(self, client: Client) -> Answer:
-        """The last turn again, with nothing reused."""
-        return await client.chat(self.messages[:-1], reuse=False)
+    async def end(self, client: Client) -> None:
+        """The user is done with it."""
+        async with client.session.delete(f"{client.url}/v1/conversations/{self.id}") as response:
+            assert response.status == 200, await response.text()
+
+    async def check(self, client: Client, *turns: int) -> None:
+        """Assert that these turns, counted from 0, were answered as if nothing had been reused."""
+        for messages, answer in (self.turns[turn] for turn in turns):
+            answer.assert_same(await client.chat(messages, reuse=False))
 
 
 def outcome(answer: Answer) -> tuple[str, str]:
-    assert answer.status == 200, answer.raw
+    """What was reused of the last turn, and why no more."""
     assert answer.reuse is not None
     return answer.reuse.outcome, answer.reuse.reason
 
 
-async def test_next_turn_through_the_other_router(machines: Machines) -> None:
+async def reuses_again(conversation: Conversation, *clients: Client) -> None:
+    """Go on until a turn is a hit."""
+
+    async def is_hit() -> bool:
+        for client in clients:
+            answer = await conversation.turn(client)
+        return outcome(answer)[0] == "hit"
+
+    await eventually(is_hit, 90, "nothing is reused again")
+
+
+async def test_next_turn_comes_through_the_other_router(machines: Machines) -> None:
     first, second = machines.routers
     conversation = Conversation()
-    assert outcome(await conversation.turn(first)) == ("miss", "no_record")
+    assert outcome(await conversation.turn(first)) == ("miss", "new")
     for client, is_stream in ((second, False), (first, True), (second, True)):
         before = machines.network.received("prefill")
         answer = await conversation.turn(client, stream=is_stream)
-        print(answer.reuse)
         assert outcome(answer)[0] == "hit"
+        # Over the network, and through nothing that two processes of one machine have in common.
+        assert answer.reuse is not None
         assert machines.network.received("prefill") - before > answer.reuse.tokens * BYTES_A_TOKEN
-        answer.assert_same(await conversation.recomputed(client))
+    await conversation.check(first, 1, 2, 3)
+    await conversation.end(first)
+    await machines.pair.assert_unpinned()
+
+
+async def test_link_between_the_engines_is_cut(machines: Machines) -> None:
+    first, second = machines.routers
+    conversation, other = Conversation(), Conversation()
+    await conversation.turn(first)
+    assert outcome(await conversation.turn(second))[0] == "hit"
+    with machines.network.cut("prefill", "decode"):
+        # No engine can read from the other: each computes the prompt itself.
+        assert outcome(await conversation.turn(first)) == ("miss", "load_failed")
+        await conversation.turn(second)
+        await other.turn(second, stream=True)
+    await reuses_again(conversation, first, second)
+    await conversation.check(first, 2, 3, len(conversation.turns) - 1)
+    await other.check(first, 0)
+    await conversation.end(first)
+    await other.end(second)
+    await machines.pair.assert_unpinned(within_s=60)
+
+
+async def test_events_do_not_reach_a_router(machines: Machines) -> None:
+    first, second = machines.routers
+    conversation = Conversation()
+    await conversation.turn(first)
+    assert outcome(await conversation.turn(second))[0] == "hit"
+
+    async def is_deaf() -> bool:
+        return not (await second.engine("decode"))["events"]
+
+    with machines.network.cut_port("decode", EVENTS_PORT["decode"], "router-2"):
+        await conversation.turn(second)
+        # What the engine holds of the turn before, only that router was to hear.
+        assert outcome(await conversation.turn(second))[0] == "miss"
+        await eventually(is_deaf, 30, "the router does not notice")
+        await conversation.turn(second)
+        assert outcome(await conversation.turn(second)) == ("miss", "no_record")
+        # The other router hears all the same, and what it has heard both can use.
+        await conversation.turn(first)
+        assert outcome(await conversation.turn(second))[0] == "hit"
+    await eventually(second.hears, 90, "the router stays deaf")
+    await conversation.turn(second)
+    assert outcome(await conversation.turn(second))[0] == "hit"
+    await conversation.check(first, *range(2, len(conversation.turns)))
+    await conversation.end(first)
+    await machines.pair.assert_unpinned(within_s=90)
+
+
+async def test_decode_engine_loses_its_power(machines: Machines) -> None:
+    first, second = machines.routers
+    conversation = Conversation()
+    await conversation.turn(first)
+    assert outcome(await conversation.turn(second))[0] == "hit"
+
+    async def is_busy() -> bool:
+        return (await first.engine("decode"))["in_flight"] > 0
+
+    long = asyncio.create_task(first.chat(Conversation().next(), tokens=3000))
+    await eventually(is_busy, 30, "the request does not come to the decode engine")
+    with machines.network.cut_off("decode"):
+        await machines.kill("decode")
+        started = asyncio.create_task(machines.start_engine("decode"))
+        # An error that a client knows how to handle, long before `first_byte_timeout_s`.
+        answers = [await long, await second.chat(conversation.next(), conversation.id)]
+        for answer in answers:
+            assert answer.status in (502, 503), answer.raw
+            assert answer.body["error"]["code"] in ("engine_failed", "no_engine")
+        await started
+        await asyncio.sleep(FORGOTTEN_S)
+    await machines.serves("decode")
+    for client in machines.routers:
+        await eventually(client.hears, 90, "a router does not hear the new engine")
+    assert outcome(await conversation.turn(second)) in (("miss", "engine_lost"), ("miss", "no_record"))
+    assert outcome(await conversation.turn(first))[0] == "hit"
+    await conversation.check(first, 2, 3)
     await conversation.end(first)
     await machines.pair.assert_unpinned()
