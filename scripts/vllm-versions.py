@@ -133,7 +133,7 @@ def main() -> None:
         old, _, after = rest.partition(END)
         # Rows of versions that were not run stay.
         rows = {**{line.split()[1]: line for line in old.splitlines() if re.match(r"\| \d", line)}, **rows}
-        PAGE.write_text(f"{before}{BEGIN}{table(rows)}{END}{after}")
+        PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
     console.rule()
     console.print(table(rows), markup=False)
 
