@@ -576,6 +576,8 @@ class CarrybackWorker(NixlPullConnectorWorker):
     offset from the handshake. A prefill engine's record now has a deadline as well, but a decode engine
     extends that lease with heartbeats, so we count those that can have arrived in time. The engines must
     have the same `kv_lease_duration`.
+
+    And it connects again to an engine from which a read failed.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
@@ -596,6 +598,14 @@ class CarrybackWorker(NixlPullConnectorWorker):
                 for request_id in info.req_ids:
                     beats[request_id] = [*self._beats.get(request_id, ()), now]
         self._beats = beats
+
+    def _cleanup_remote_engines(self) -> None:
+        # NIXL refuses all reads from an engine to which a connection broke, for ever, and says that it knows it
+        # well, which is what stock code asks. (vLLM before 0.32 has no such connecting again.)
+        for engine_id in getattr(self, "_failed_remote_engines", set()) & self._remote_agents.keys():
+            if engine_id not in self._invalid_remote_engines:
+                self._mark_remote_engine_invalid(engine_id, time.perf_counter())
+        super()._cleanup_remote_engines()
 
     def _is_turn2_read_expired(self, meta: ReqMeta) -> bool:
         remote = meta.remote
