@@ -83,7 +83,7 @@ async def transport(
         )
         return fail("transport", found, _fix(profile))
     rate = probed.facts["bytes"] / probed.facts["seconds"] / 1e9
-    how = f"UCX takes {_words(lanes)} on this machine, {rate:.1f} GB/s ({whose})"
+    how = f"UCX takes {_words(lanes)} on this machine, {rate:.2g} GB/s ({whose})"
     return _judge(name, want, lanes, how, device, profile)
 
 
