@@ -21,10 +21,12 @@ class Probed:
     Attributes:
         facts: as JSON.
         text: all else that it printed, NIXL's and UCX's logs among it.
+        is_late: it was not done in time.
     """
 
     facts: Mapping[str, Any]
     text: str
+    is_late: bool = False
 
 
 async def probe(*args: str, env: Mapping[str, str] = {}, timeout_s: float) -> Probed:
@@ -43,7 +45,7 @@ async def probe(*args: str, env: Mapping[str, str] = {}, timeout_s: float) -> Pr
         async with asyncio.timeout(timeout_s):
             output, _ = await process.communicate()
     except TimeoutError:
-        return Probed({"error": f"not done within {timeout_s:g} s (--probe-timeout-s)"}, "")
+        return Probed({"error": f"not done within {timeout_s:g} s"}, "", is_late=True)
     finally:
         with suppress(ProcessLookupError):  # it may have children
             os.killpg(process.pid, signal.SIGKILL)

@@ -77,6 +77,9 @@ async def transport(
     probed = await probe("transfer", "--backend", "UCX", "--device", device, env=env, timeout_s=timeout_s)
     lanes = _LANES.findall(probed.text)
     trouble = _TROUBLE.search(probed.text)
+    if probed.is_late:
+        found = f"reading from another process over NIXL was {probed.facts['error']}"
+        return warn("transport", found, "--probe-timeout-s, if this machine is busy")
     if "error" in probed.facts:
         found = (
             f"NIXL cannot read from another process here: {trouble[1] if trouble else probed.facts['error']}"
