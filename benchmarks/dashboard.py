@@ -98,7 +98,9 @@ async def main() -> None:
     parser.add_argument("--pace-s", type=float, default=3.0, help="between an agent's turns, on average")
     parser.add_argument("--seconds", type=float, default=0, help="until the pictures; 0: until interrupted")
     parser.add_argument("--pictures", type=Path, help="folder for pictures")
-    parser.add_argument("--url", help="operators' port of a router that runs: pictures of that, and no agents")
+    parser.add_argument(
+        "--url", help="operators' port of a router that runs: pictures of that, and no agents"
+    )
     parser.add_argument("--chromium", default="/usr/bin/chromium")
     args = parser.parse_args()
     if args.pictures is not None:

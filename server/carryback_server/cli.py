@@ -1,4 +1,4 @@
-"""The command line: `carryback serve`, `engine`, `router`, `bench`, `simulate`, `explain`, `key new`, `model fetch`, `version`."""
+"""The command line: `carryback serve`, `engine`, `router`, `bench`, `simulate`, `doctor`, `explain`, `key new`, `model fetch`, `version`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from urllib.parse import quote
 import aiohttp
 import typer
 import uvloop
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from carryback_server import address, launch, model, tenants, told
@@ -32,12 +32,12 @@ from carryback_server.app import Router
 from carryback_server.bench.cli import bench_app
 from carryback_server.config import (
     ConfigError,
-    EngineConfig,
     EngineSettings,
     LaunchConfig,
     RouterConfig,
     RouterSettings,
     ServeConfig,
+    engine_named,
     load,
 )
 from carryback_server.console import err, fail, out
@@ -249,8 +249,8 @@ def router(
 ) -> None:
     """Start the router alone, for engines that already run."""
     with _explained():
-        engines = [_engine("prefill", text) for text in prefill or []]
-        engines += [_engine("decode", text) for text in decode or []]
+        engines = [engine_named("prefill", text) for text in prefill or []]
+        engines += [engine_named("decode", text) for text in decode or []]
 
         def read() -> RouterSettings:
             settings = load(
@@ -588,18 +588,6 @@ def _engine_command(settings: EngineSettings, role: Role) -> launch.EngineComman
                 f"another --{setting} or --host"
             )
     return command
-
-
-def _engine(role: Role, text: str) -> EngineConfig:
-    url, _, events = text.partition(",")
-    try:
-        return EngineConfig(role=role, url=url, events=events)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ConfigError(
-            f"--{role} {shlex.quote(text)}: {first['msg']}; "
-            "want URL or URL,EVENTS, e.g. http://10.0.0.5:8100 or http://10.0.0.5:8100,tcp://10.0.0.5:8101"
-        ) from error
 
 
 def _check_port(config: RouterConfig) -> None:

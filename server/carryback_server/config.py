@@ -387,6 +387,23 @@ class ConfigError(Exception):
     """A setting is wrong; the message names it and where it came from."""
 
 
+def engine_named(role: Literal["prefill", "decode"], text: str) -> EngineConfig:
+    """The engine that a flag `--prefill` or `--decode` names: `URL` or `URL,EVENTS`.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    url, _, events = text.partition(",")
+    try:
+        return EngineConfig(role=role, url=url, events=events)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(
+            f"--{role} {shlex.quote(text)}: {first['msg']}; "
+            "want URL or URL,EVENTS, e.g. http://10.0.0.5:8100 or http://10.0.0.5:8100,tcp://10.0.0.5:8101"
+        ) from error
+
+
 SettingsT = TypeVar("SettingsT", bound=_Settings)
 
 

@@ -211,7 +211,9 @@ async def test_engines_of_two_vllms_are_not_mixed(cluster: Cluster, early: bool)
         }
         assert len(prefill.requests) == len(decode.requests) > 0
     # The upgrade goes on: the last old prefill engine leaves, and what is held at the old decode engine is lost.
-    assert (await cluster.admin(router, "POST", f"/admin/engines/{old[0].url.removeprefix('http://')}/drain")).status == 200
+    assert (
+        await cluster.admin(router, "POST", f"/admin/engines/{old[0].url.removeprefix('http://')}/drain")
+    ).status == 200
     before = len(old[1].requests)
     for chat in chats:
         assert (await chat.say()).reuse.outcome in ("hit", "miss", "partial")

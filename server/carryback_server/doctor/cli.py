@@ -7,13 +7,12 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, get_args
 from urllib.parse import urlsplit
 
 import typer
-from pydantic import ValidationError
 
-from carryback_server.config import ConfigError, EngineConfig, RouterSettings, load
+from carryback_server.config import ConfigError, RouterSettings, engine_named, load
 from carryback_server.console import fail, out
 from carryback_server.doctor.finding import Finding, Status, failures, report
 from carryback_server.doctor.run import Asked, Limits, after_start, before_start
@@ -76,8 +75,8 @@ def doctor(
     limits = Limits(timeout_s, conversation_timeout_s, probe_timeout_s, max_clock_offset_s)
     found = PROFILES.get(profile or "")
     try:
-        engines = [_engine("prefill", each) for each in prefill or ()]
-        engines += [_engine("decode", each) for each in decode or ()]
+        engines = [engine_named("prefill", each) for each in prefill or ()]
+        engines += [engine_named("decode", each) for each in decode or ()]
         settings = load(RouterSettings, config, engines=engines or None, state=state)
     except ConfigError as error:
         fail(str(error), status=2)
@@ -117,15 +116,6 @@ async def _show(checks: AsyncIterator[Finding], as_json: bool) -> list[Finding]:
         counts = {status: sum(each.status == status for each in findings) for status in _STYLES}
         out.print(", ".join(f"{count} {status}" for status, count in counts.items()), markup=False)
     return findings
-
-
-def _engine(role: Literal["prefill", "decode"], text: str) -> EngineConfig:
-    url, _, events = text.partition(",")
-    try:
-        return EngineConfig(role=role, url=url, events=events)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ConfigError(f"--{role} {text}: {first['msg']}; want URL or URL,EVENTS") from error
 
 
 def _next_port(url: str) -> str:

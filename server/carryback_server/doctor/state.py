@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 from time import time
 
-import redis.asyncio
-from redis.exceptions import RedisError
-
 from carryback_server.config import RouterConfig
 from carryback_server.doctor.asking import why
 from carryback_server.doctor.finding import Finding, fail, ok, skip
@@ -19,12 +16,16 @@ async def shared_state(config: RouterConfig, timeout_s: float, max_offset_s: flo
         return skip(
             "redis", "state is memory: no Redis (CARRYBACK_STATE or --config, if the routers have one)"
         )
+    try:
+        import redis.asyncio
+    except ModuleNotFoundError:
+        return fail("redis", "its client is not installed here", "pip install 'carryback[redis]'")
     fix = "start it, or correct state (--state, CARRYBACK_STATE); without it nothing is reused"
     try:
         async with asyncio.timeout(timeout_s), redis.asyncio.Redis.from_url(config.state) as client:
             seconds, microseconds = await client.time()
             role = (await client.role())[0]
-    except (RedisError, OSError, ValueError) as error:  # a timeout is an OSError
+    except (redis.RedisError, OSError, ValueError) as error:  # a timeout is an OSError
         reason = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else why(error)
         return fail("redis", f"the routers' state does not answer: {reason}", fix)
     if role != b"master":
