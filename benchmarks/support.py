@@ -32,12 +32,22 @@ BEGIN, END = "<!-- rows: written by benchmarks/support.py -->", "<!-- end of row
 COLUMNS = ["turns 2 and 3", "first", "middle", "last", "repeated", "branches"]
 
 
-def row(layout: Layout, tried: list[Tried]) -> str:
+def row(layout: Layout, tried: list[Tried], is_steady: bool) -> str:
     """A line of the table.
+
+    Args:
+        is_steady: the decode engine alone gives equal answers to equal prompts. Else nothing can be compared,
+            and so nothing may have been read.
 
     Raises:
         AssertionError: an answer is not that of a full recompute.
     """
+    if not is_steady:
+        assert not any(each.answer.reuse.tokens for each in tried), f"{layout.name}: read, and not comparable"
+        cells = ["; ".join(_reused(each) for each in tried if _column(each.name) == name) for name in COLUMNS]
+        return _line(
+            layout, [*cells, "not comparable: an engine alone answers otherwise to two prompts at once"]
+        )
     wrong = [each for each in tried if each.apart > layout.tolerance]
     others = [each for each in tried if not each.is_same]
     if layout.tolerance <= 0.001:  # else tokens that are nearly as likely may change places
@@ -113,10 +123,12 @@ async def run(layout: Layout, folder: Path) -> str:
             async with running(layout, folder, session) as pair, pair.router() as client:
                 assert pair.engines is not None
                 before = pair.engines.pid("prefill"), pair.engines.pid("decode")
-                tried = await Trial(pair, client, layout).all()
+                trial = Trial(pair, client, layout)
+                is_steady = await trial.is_steady()
+                tried = await trial.all()
                 after = pair.engines.pid("prefill"), pair.engines.pid("decode")
                 assert before == after, f"{layout.name}: an engine died: {_why_not(folder)}"
-                return row(layout, tried)
+                return row(layout, tried, is_steady)
         except (EngineFailed, NoAnswerError):
             return _line(layout, [f"cannot be run here: {_why_not(folder)}", *[""] * len(COLUMNS)])
 

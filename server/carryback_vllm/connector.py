@@ -655,7 +655,8 @@ def _why_not_cut(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, hash_b
         if spec.block_size != hash_block_size:
             return f"blocks of {spec.block_size} tokens are hashed by {hash_block_size}"
     if current_platform.is_cpu() and vllm_config.model_config.use_mla:
-        # vLLM turns prefix caching and chunked prefill off for it. With KV read back, answers were wrong.
+        # Its decode and its prefill do not compute the same, so KV of the one is not that of the other
+        # (docs/support.md). vLLM turns prefix caching off for it.
         return "vLLM's MLA on a CPU does not go on from KV that is there already"
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:

@@ -167,6 +167,13 @@ class Trial:
         await self.branches()
         return self.tried
 
+    async def is_steady(self) -> bool:
+        """Whether the decode engine alone gives the same answers one by one and at once."""
+        prompts = [[{"role": "user", "content": document(seed, 16)}] for seed in range(2)]
+        single = [await self._recompute(prompt) for prompt in prompts]
+        at_once = await asyncio.gather(*(self._recompute(prompt) for prompt in prompts))
+        return all(_apart(one, other) < 0.5 for one, other in zip(single, at_once, strict=True))
+
     async def growth(self) -> None:
         """Three turns of a conversation."""
         conversation, messages, answer = await self._begin(1)
