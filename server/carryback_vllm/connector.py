@@ -661,6 +661,8 @@ def _why_not_cut(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, hash_b
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism spreads a block over ranks"
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism spreads a block's layers over ranks, and reads of those were never tried"
     if vllm_config.speculative_config is not None:
         return "a speculative decoder keeps KV of its own"
     return ""
