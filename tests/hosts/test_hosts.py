@@ -158,8 +158,12 @@ async def test_decode_engine_loses_its_power(machines: Machines) -> None:
         await started
         await asyncio.sleep(FORGOTTEN_S)
     await machines.serves("decode")
+
+    async def is_back(client: Client) -> bool:
+        return await client.hears() and (await client.engine("decode"))["state"] == "up"
+
     for client in machines.routers:
-        await eventually(client.hears, 90, "a router does not hear the new engine")
+        await eventually(partial(is_back, client), 90, "a router does not find the new engine")
     assert outcome(await conversation.turn(second)) in (("miss", "engine_lost"), ("miss", "no_record"))
     assert outcome(await conversation.turn(first))[0] == "hit"
     await conversation.check(first, 2, 3)
