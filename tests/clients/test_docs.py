@@ -139,7 +139,7 @@ def test_commands_are_there(snippet: Snippet) -> None:
             assert words[1] in targets
         elif words[:1] == ["carryback"]:
             parsed(words[1:])
-        for word in words:
+        for word in words[:-1] if words[:1] == ["cp"] else words:
             if re.match(r"(benchmarks|examples|scripts|deploy)/", word):
                 assert (ROOT / word).exists()
 
