@@ -21,6 +21,7 @@ from carryback.wire import events
 from carryback_server import chains, redis_state
 from carryback_vllm import seal
 from carryback_vllm.seal import Sealer
+from carryback_vllm.version import SUPPORTED
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded/0.1.json").read_text())
 KEY = b"the key of the tests"
@@ -296,3 +297,20 @@ def test_a_response_that_0_1_stored_can_be_continued() -> None:
     assert msgspec.json.decode(stored.response)["id"].startswith("resp_")
     assert stored.conversation
     assert stored.input
+
+
+# -- engines and vLLM
+
+
+def test_the_docs_say_which_vllm_is_supported_and_of_which_runs_say_so() -> None:
+    page = (Path(__file__).parents[2] / "docs/upgrades.md").read_text()
+    named = re.search(r"\*\*(\d+)\.(\d+) to (\d+)\.(\d+)\*\*", page)
+    assert named is not None
+    first, last = SUPPORTED[0], SUPPORTED[-1]
+    assert tuple(map(int, named.groups())) == (*first, *last)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"(?m)^\| \d.*$", page)]
+    passed = {
+        tuple(map(int, row[0].split(".")[:2])) for row in rows if row[2:8] == ["yes"] * 6 and not row[8]
+    }
+    # Of the latest one there is no CPU build yet.
+    assert passed == set(SUPPORTED) - {last}
