@@ -25,7 +25,8 @@ ifdef TEST_ARGS
 	$(BIN)/python -m pytest $(TEST_ARGS)
 else
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/unit tests/clients tests/router tests/dashboard tests/deploy
-	$(BIN)/python -m pytest tests/engine tests/hosts
+	$(BIN)/python -m pytest tests/engine
+	$(BIN)/python -m pytest tests/hosts
 endif
 
 lint: install

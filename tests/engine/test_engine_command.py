@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
+import pytest
 from carryback_server import address
 from carryback_server.config import ConfigError
 from carryback_server.launch import free_ports, is_free
@@ -94,6 +96,9 @@ async def _end(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+@pytest.mark.skipif(
+    os.geteuid() == 0 and shutil.which("ip") is not None, reason="tests/hosts does it, on several hosts"
+)
 async def test_two_engines_joined_by_address(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "tiny", CHAT_TEMPLATE)
     async with AsyncExitStack() as stack:
