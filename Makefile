@@ -18,13 +18,13 @@ $(STAMP): $(wildcard requirements/*.txt) pyproject.toml
 demo: install
 	$(BIN)/python examples/demo.py $(ARGS)
 
-# Those without engines side by side, then those with. Some: make test TEST_ARGS="tests/unit -x"
+# Those without engines four at a time (many of them wait), then those with. Some: make test TEST_ARGS="tests/unit -x"
 test: install
 	scripts/test-tools.sh
 ifdef TEST_ARGS
 	$(BIN)/python -m pytest $(TEST_ARGS)
 else
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/unit tests/clients tests/router tests/dashboard tests/deploy
+	$(BIN)/python -m pytest -n 4 tests/unit tests/clients tests/router tests/dashboard tests/deploy
 	$(BIN)/python -m pytest tests/engine
 	$(BIN)/python -m pytest tests/hosts
 endif
