@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Machines that run engines beside the tests are slow at times; that is no fault of a test.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+# Engines start once for all tests of these.
+_WITH_ENGINES = {Path(__file__).parent / name for name in ("engine", "hosts")}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not _WITH_ENGINES.isdisjoint(item.path.parents):
+            item.add_marker(pytest.mark.engine)
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)

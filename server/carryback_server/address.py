@@ -1,9 +1,10 @@
-"""The address under which other machines reach an engine on this one."""
+"""Addresses: of this machine for others, and as they stand in URLs."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+from urllib.parse import urlsplit
 
 from carryback_server.config import ConfigError
 
@@ -24,9 +25,12 @@ def advertised(host: str | None, *, is_here: bool = True) -> str:
     """
     if host is None:
         return _on_default_route()
-    found = _resolve(host)
+    try:
+        found = resolved(host)
+    except OSError as error:
+        raise ConfigError(f"--advertise-host {host}: {error.strerror or error}") from error
     if is_here:
-        here = [each for each in found if _is_ours(each)]
+        here = [each for each in found if is_ours(each)]
         if not here:
             raise ConfigError(
                 f"--advertise-host {host} is not an address of this machine, and an engine listens on the "
@@ -60,14 +64,17 @@ def _on_default_route() -> str:
     )
 
 
-def _resolve(host: str) -> list[str]:
-    try:
-        return [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    except OSError as error:
-        raise ConfigError(f"--advertise-host {host}: {error.strerror or error}") from error
+def resolved(host: str) -> list[str]:
+    """All IP addresses of a name or an address.
+
+    Raises:
+        OSError: there is none.
+    """
+    return [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
 
 
-def _is_ours(address: str) -> bool:
+def is_ours(address: str) -> bool:
+    """Whether an IP address is this machine's."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -75,3 +82,20 @@ def _is_ours(address: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def in_url(host: str) -> str:
+    """A host as it stands in a URL: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def host_and_port(url: str) -> tuple[str, int]:
+    """Host and port of a URL or a ZMQ address."""
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def one_port_above(url: str) -> str:
+    """Where a router's operators' port is unless it was told otherwise."""
+    host, port = host_and_port(url)
+    return f"{urlsplit(url).scheme}://{in_url(host)}:{port + 1}"

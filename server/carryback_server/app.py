@@ -13,6 +13,7 @@ from aiohttp import HttpVersion11, web
 from pydantic import TypeAdapter, ValidationError
 
 from carryback_server import dashboard, live, workers
+from carryback_server.address import in_url
 from carryback_server.config import ConfigError, Engines, RouterConfig
 from carryback_server.endpoints import ENDPOINTS, FORWARDED, REFUSED, error_response, refused
 from carryback_server.errors import ApiError, HideMalformed
@@ -132,7 +133,7 @@ class Router:
         await runner.setup()
         await web.TCPSite(runner, host, port, reuse_port=self._share_ports or None).start()
         host, port = runner.addresses[0][:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"http://{in_url(host)}:{port}"
 
     async def stop(self) -> None:
         """Finish what is under way, release what is held, disconnect.

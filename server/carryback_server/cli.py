@@ -425,8 +425,7 @@ async def _running(
 
 async def _run_workers(config: RouterSettings) -> None:
     stop = _on_signals(lambda: None)
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    admin_host = f"[{config.admin_host}]" if ":" in config.admin_host else config.admin_host
+    host, admin_host = address.in_url(config.host), address.in_url(config.admin_host)
     port, admin_port = config.port, config.admin_port
     if port == 0 or admin_port == 0:
         raise ConfigError("workers listen on one port: port and admin_port cannot be 0")

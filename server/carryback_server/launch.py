@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from carryback_server import model, profiles
+from carryback_server.address import in_url
 from carryback_server.config import ConfigError, EngineConfig, EngineSettings, LaunchConfig, ServeConfig
 from carryback_server.profiles import Device, Profile, Role
 
@@ -348,11 +349,6 @@ def _command(
         url=f"http://{in_url(address)}:{ports.http}",
         events=f"tcp://{in_url(address)}:{ports.events}",
     )
-
-
-def in_url(host: str) -> str:
-    """A host as it stands in a URL: IPv6 addresses in brackets."""
-    return f"[{host}]" if ":" in host else host
 
 
 def _cores() -> int:

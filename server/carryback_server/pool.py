@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import zmq
 from carryback.wire import curve, events
 
+from carryback_server.address import in_url
 from carryback_server.alike import Need, differences
 from carryback_server.config import EngineConfig, RouterConfig
 from carryback_server.engines import HELLO_LOST_S, Engine, Role, Site
@@ -342,7 +343,7 @@ def _at(address: str, host: str | None, offset: int | None) -> str:
     if host is None and not offset:
         return address
     name = host or parts.hostname or ""
-    netloc = f"[{name}]" if ":" in name else name
+    netloc = in_url(name)
     if parts.port is not None:
         netloc += f":{parts.port + (offset or 0)}"
     return parts._replace(netloc=netloc).geturl()

@@ -18,14 +18,6 @@ from pair import Client, Pair, commands_for
 from tiny_model import make_tiny_model
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
-
-
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     timeout = aiohttp.ClientTimeout(total=120)

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 from carryback_server import guard
-from carryback_server.launch import EngineCommand, in_url
+from carryback_server.address import in_url
+from carryback_server.launch import EngineCommand
 from hosts.network import Network
 from pair import ENGINE_ARGS, NAME, Client, Pair, eventually
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from carryback_server import launch, model
+from carryback_server.address import one_port_above
 from carryback_server.config import ConfigError, ServeConfig, load
 from carryback_server.launch import EngineCommand, Ports
 from carryback_server.profiles import Device
@@ -49,10 +50,7 @@ def running(url: str, admin_url: str | None, aggregated_url: str | None) -> Targ
         ConfigError: an address is not one.
     """
     router = _address("--url", url)
-    parts = urlsplit(router)
-    above = parts.port or (443 if parts.scheme == "https" else 80)
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    admin = _address("--admin-url", admin_url) if admin_url else f"{parts.scheme}://{host}:{above + 1}"
+    admin = _address("--admin-url", admin_url) if admin_url else one_port_above(router)
     aggregated = _address("--aggregated-url", aggregated_url) if aggregated_url else ""
     urls = {"url": router, **({"aggregated_url": aggregated} if aggregated else {})}
     return Target(router, admin, aggregated, urls)

@@ -8,10 +8,10 @@ import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, get_args
-from urllib.parse import urlsplit
 
 import typer
 
+from carryback_server.address import one_port_above
 from carryback_server.config import ConfigError, RouterSettings, engine_named, load
 from carryback_server.console import fail, out
 from carryback_server.doctor.finding import Finding, Status, failures, report
@@ -85,7 +85,7 @@ def doctor(
             Asked(
                 settings,
                 router=(router or "").rstrip("/").removesuffix("/v1"),
-                admin=(admin_url or (_next_port(router) if router else "")).rstrip("/"),
+                admin=(admin_url or (one_port_above(router) if router else "")).rstrip("/"),
                 model=model or "",
                 headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
                 profile_name=profile or "",
@@ -116,11 +116,3 @@ async def _show(checks: AsyncIterator[Finding], as_json: bool) -> list[Finding]:
         counts = {status: sum(each.status == status for each in findings) for status in _STYLES}
         out.print(", ".join(f"{count} {status}" for status, count in counts.items()), markup=False)
     return findings
-
-
-def _next_port(url: str) -> str:
-    """The same address, one port on."""
-    parts = urlsplit(url)
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    return f"{parts.scheme}://{host}:{port + 1}"

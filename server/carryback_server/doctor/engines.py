@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from carryback_vllm.version import check_version
 
+from carryback_server.address import host_and_port
 from carryback_server.config import EngineConfig
 from carryback_server.doctor.asking import Asker, NoAnswer, connects
 from carryback_server.doctor.finding import Finding, fail, ok, skip, warn
@@ -134,7 +134,7 @@ async def events(seen: Seen, has_key: bool, asker: Asker) -> Finding:
     if ours:
         fix = "CARRYBACK_EVENTS_KEY (events_key) of the router, or the firewall between it and the engine"
         return fail("events", f"{seen.name} is heard from here, and not by the router ({address})", fix)
-    problem = await connects(*address_of(address), asker.timeout_s)
+    problem = await connects(*host_and_port(address), asker.timeout_s)
     if theirs:
         found = f"{seen.name} is heard by the router, and not from here ({problem or 'another key'})"
         return warn("events", found, "run doctor where the router runs, with its CARRYBACK_EVENTS_KEY")
@@ -147,9 +147,3 @@ async def events(seen: Seen, has_key: bool, asker: Asker) -> Finding:
     key = "our CARRYBACK_EVENTS_KEY" if has_key else "no CARRYBACK_EVENTS_KEY"
     fix = "give engines, routers and doctor the same CARRYBACK_EVENTS_KEY (events_key)"
     return fail("events", f"{seen.name} is not heard: {address} is open, and says nothing with {key}", fix)
-
-
-def address_of(url: str) -> tuple[str, int]:
-    """Host and port of a URL or a ZMQ address."""
-    parts = urlsplit(url)
-    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)

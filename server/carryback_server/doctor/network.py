@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from email.utils import parsedate_to_datetime
 from time import time
 
+from carryback_server.address import host_and_port
 from carryback_server.doctor.asking import Asker, NoAnswer, connects
-from carryback_server.doctor.engines import Seen, address_of
+from carryback_server.doctor.engines import Seen
 from carryback_server.doctor.finding import Finding, fail, ok, skip, warn
 
 # An HTTP date has whole seconds.
@@ -36,7 +37,7 @@ async def nat(seen: Seen, seens: Sequence[Seen], asker: Asker) -> Finding:
     said = seen.about.get("side_channel_host")
     if not said:
         return skip("address", f"{seen.name} does not say its address")
-    host, _ = address_of(seen.url)
+    host, _ = host_and_port(seen.url)
     reached, named = await asyncio.gather(_addresses(host, asker), _addresses(said, asker))
     fix = (
         "VLLM_NIXL_SIDE_CHANNEL_HOST (carryback engine --advertise-host): an address of the engine's own "
@@ -50,7 +51,7 @@ async def nat(seen: Seen, seens: Sequence[Seen], asker: Asker) -> Finding:
     alone = all(ipaddress.ip_address(each).is_loopback for each in reached)
     if loopback and not alone:
         found = f"{seen.name} is reached at {host}, and tells others that it is at {said}"
-        others = {address_of(each.url)[0] for each in seens}
+        others = {host_and_port(each.url)[0] for each in seens}
         if len(others) == 1:
             return warn("address", f"{found}; that works on one machine alone", fix)
         return fail("address", f"{found}, which nobody else reaches", fix)

@@ -6,11 +6,12 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from carryback_server import launch
 from carryback_server.config import EngineConfig, RouterConfig
 from carryback_server.doctor import agreement, conversation, engines, holding, host, network, state, transport
 from carryback_server.doctor.asking import Asker, NoAnswer
@@ -105,7 +106,12 @@ async def before_start(
 
 
 # Of a router, and of `carryback engine`.
-DEFAULT_PORTS = (8000, 8001, 8100, 8101, 8102, 8200, 8201, 8202)
+DEFAULT_PORTS = (
+    8000,
+    8001,
+    *astuple(launch.usual_ports("prefill")),
+    *astuple(launch.usual_ports("decode")),
+)
 
 
 async def after_start(asked: Asked) -> AsyncIterator[Finding]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from carryback_server.address import is_ours, resolved
 from carryback_server.bench.engine_metrics import Reads
 from carryback_server.doctor.engines import Seen
 from carryback_server.doctor.finding import Finding, fail, ok, skip, warn
@@ -124,13 +124,9 @@ def is_here(seen: Seen) -> bool:
     """Whether an engine runs on this machine, by its address."""
     host = str(seen.about.get("side_channel_host", ""))
     try:
-        [*found] = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
-        for family, kind, _, _, address in found:
-            with socket.socket(family, kind) as probe_:
-                probe_.bind(address)
+        return bool(host) and all(map(is_ours, resolved(host)))
     except OSError:
         return False
-    return bool(host)
 
 
 def _judge(
