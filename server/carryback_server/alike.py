@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Need:
-    """A fact (`carryback.wire.events.about_of`) that has to be equal.
+    """A fact (`carryback.wire.events.about_of`) that has to be equal, or has to fit.
 
     Attributes:
         fact: its key.
         name: in words.
         set_by: what an operator sets it with, at the engines.
-        outcome: what happens where it differs.
+        outcome: what happens where it does not.
+        fits: whether what two engines say of themselves goes together, where equal is not all that does.
     """
 
     fact: str
     name: str
     set_by: str
     outcome: str
+    fits: Callable[[Mapping[str, Any], Mapping[str, Any]], bool] | None = None
+
+    def is_met(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+        """Whether two engines go together, as far as they say. What either does not say counts as equal."""
+        if self.fact not in one or self.fact not in other or one[self.fact] == other[self.fact]:
+            return True
+        return self.fits is not None and self.fits(one, other)
+
+
+def _ranks_fit(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    # As the engines decide it; see CarrybackScheduler. Both directions are needed.
+    fewer, more = sorted((one["tensor_parallel_size"], other["tensor_parallel_size"]))
+    heads = one.get("kv_heads", other.get("kv_heads", more))
+    return bool(fewer > 0 and more % fewer == 0 and more <= heads)
 
 
 _REFUSED = "NIXL refuses the connection between them, and every read fails (load_failed)"
@@ -33,6 +48,14 @@ NEEDS = (
     Need("hash_seed", "hash seed", "PYTHONHASHSEED", "their block hashes never match (history_changed)"),
     Need("vllm", "vLLM version", "the vLLM that is installed", _REFUSED),
     Need("dtype", "data type", "--dtype", _REFUSED),
+    Need(
+        "tensor_parallel_size",
+        "tensor parallel size",
+        "--tensor-parallel-size",
+        "vLLM's connector reads both ways only where one divides the other and is not above the model's count of KV "
+        "heads (layouts_differ)",
+        _ranks_fit,
+    ),
     Need("kv_cache_dtype", "KV cache data type", "--kv-cache-dtype", _REFUSED),
 )
 
@@ -43,8 +66,4 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Need]:
     Args:
         one, other: what they said of themselves. What either does not say counts as equal.
     """
-    return [
-        need
-        for need in NEEDS
-        if need.fact in one and need.fact in other and one[need.fact] != other[need.fact]
-    ]
+    return [need for need in NEEDS if not need.is_met(one, other)]

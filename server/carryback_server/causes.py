@@ -130,7 +130,8 @@ REASONS = {
         "memory.",
     ),
     "layouts_differ": Reason(
-        "The two engines' block sizes or KV cache groups differ.", "Start both with the same settings."
+        "The two engines' block sizes, KV cache groups or tensor parallel sizes do not go together.",
+        "Start both with the same settings.",
     ),
     "unsupported_layout": Reason(
         "The model's KV cache cannot be cut at a block (Mamba, linear attention), so nothing is reused of it."

@@ -79,13 +79,14 @@ class Pool:
                 there are any; without it, those that can with any.
         """
         placeable = [each for each in self._minders if each.is_up and not each.is_draining]
-        up = [each for each in placeable if each.role == role]
-        others = [beside] if beside is not None else [each for each in placeable if each.role != role]
-        alike = [
-            each
-            for each in up
-            if not each.mismatches or any(other.name not in each.mismatches for other in others)
-        ]
+        alike = up = [each for each in placeable if each.role == role]
+        if any(each.mismatches for each in up):
+            others = [beside] if beside is not None else [each for each in placeable if each.role != role]
+            alike = [
+                each
+                for each in up
+                if not each.mismatches or any(other.name not in each.mismatches for other in others)
+            ]
         # Rather one that computes alone, or that fails requests, than none.
         sound = [each for each in alike or up if not each.ejection.is_out]
         return sound or [each for each in up if not each.ejection.is_out] or up

@@ -21,7 +21,11 @@ _UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "UCX_IB_GPU_DIRECT_RDMA")
 
 
 def about_engine(
-    scheduler: NixlPullConnectorScheduler, vllm_config: VllmConfig, sealer: Sealer, block_size: int
+    scheduler: NixlPullConnectorScheduler,
+    vllm_config: VllmConfig,
+    sealer: Sealer,
+    block_size: int,
+    kv_heads: int | None,
 ) -> dict[str, Any]:
     """This engine, for `carryback.wire.events.about`; no secret is in it.
 
@@ -29,6 +33,7 @@ def about_engine(
         scheduler: the connector's part that knows the engine's address and its times.
         sealer: with the engine's key.
         block_size: tokens of a block that is hashed.
+        kv_heads: what tensor-parallel ranks split; None if they do not.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     transfer = vllm_config.kv_transfer_config
@@ -54,6 +59,7 @@ def about_engine(
         "backends": transfer.get_from_extra_config("backends", ["UCX"]),
         "kv_buffer_device": transfer.kv_buffer_device,
         "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
+        **({} if kv_heads is None else {"kv_heads": kv_heads}),
         "ucx": {name: os.environ[name] for name in _UCX_VARIABLES if name in os.environ},
     }
 

@@ -39,6 +39,11 @@ async def test_an_operator_sees_what_engines_are(serve: Serve) -> None:
         ({"about": {"block_size": 32}}, "block size", "--block-size"),
         ({"about": {"model": "another"}}, "model", "--model"),
         ({"about": {"hash_seed": "1234"}}, "hash seed", "PYTHONHASHSEED"),
+        (
+            {"about": {"tensor_parallel_size": 4, "kv_heads": 2}},
+            "tensor parallel size",
+            "--tensor-parallel-size",
+        ),
     ],
 )
 async def test_engines_that_cannot_read_each_other_are_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
 from carryback_server.alike import NEEDS, Need
 from carryback_server.doctor.engines import Seen
@@ -16,14 +17,16 @@ def agreements(seens: Sequence[Seen]) -> list[Finding]:
 
 
 def agree(need: Need, seens: Sequence[Seen]) -> Finding:
-    """One fact is the same everywhere: without it, nothing can be read."""
+    """One fact is the same everywhere, or fits: without it, nothing can be read."""
     check = need.fact.replace("_", "-") if need.fact != "vllm" else "vllm-same"
     values = _values(seens, need.fact)
-    if len(values) > 1:
+    if not all(need.is_met(one.about, other.about) for one, other in combinations(seens, 2)):
         fix = f"give all engines the same ({need.set_by})"
         return fail(check, f"the {need.name} differs: {_told(values)}; {need.outcome}", fix)
     if not values:
         return skip(check, "no engine says it" if seens else "no engines")
+    if len(values) > 1:
+        return ok(check, f"the {need.name}s fit: {_told(values)}")
     [value] = values
     if need.fact == "key" and not value:
         fix = "CARRYBACK_KEY, one secret at all engines (openssl rand -hex 32)"
