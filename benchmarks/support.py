@@ -103,7 +103,9 @@ def _versions() -> str:
 def _why_not(folder: Path) -> str:
     """The error in the engines' logs that came first."""
     for log in sorted(folder.glob("*.log")):
-        errors = re.findall(r"\b((?:[A-Za-z]*(?:Error|Exception)): .+)", log.read_text(errors="replace"))
+        lines = log.read_text(errors="replace").splitlines()
+        grave = "\n".join(line for line in lines if not re.search(r" (?:INFO|WARNING) ", line))
+        errors = re.findall(r"(?m)\b([A-Za-z]*(?:Error|Exception)(?:: .+)?)$", grave)
         if errors:
             return f"{log.stem}: {errors[0].strip()[:200].replace('|', '/')}"
     return "no error in the logs"

@@ -366,8 +366,12 @@ def has_flag(args: Sequence[str], flag: str) -> bool:
 
 
 def _options(config: LaunchConfig, role: Role, profile: Profile) -> dict[str, str]:
-    # One algorithm whose hashes do not depend on the process.
-    options = {"--prefix-caching-hash-algo": "sha256_cbor"}
+    options = {
+        # One algorithm whose hashes do not depend on the process.
+        "--prefix-caching-hash-algo": "sha256_cbor",
+        # `cached_tokens` in usage: what was reused, for clients that look there.
+        "--enable-prompt-tokens-details": "",
+    }
     if config.model is None:
         options |= {
             "--chat-template": str(model.CHAT_TEMPLATE),

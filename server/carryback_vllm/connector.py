@@ -50,6 +50,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import RequestStatus
 
 from carryback_vllm.about import about_engine
@@ -146,6 +147,22 @@ class _Pin:
     blocks: list[int]
 
 
+class _RemoteStats(PrefillStats):
+    """Of a prompt whose KV comes from a prefill engine: what that engine did not have to compute counts as cached.
+
+    Stock code says so only of requests that come with such a number, and waiting ones hear it later.
+    """
+
+    def __init__(self, cached_tokens: int) -> None:
+        super().__init__()
+        self._cached_tokens = cached_tokens
+
+    def finalize(self, num_cached_tokens: int) -> None:
+        super().finalize(num_cached_tokens)
+        if self.num_external_cached_tokens:
+            self.num_cached_tokens = self._cached_tokens
+
+
 class CarrybackScheduler(NixlPullConnectorScheduler):
     """The scheduler's side: seals, verifies, decides retention, publishes."""
 
@@ -154,6 +171,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         self._sealer = Sealer.from_environment()
         # As the engine resolves it; only from 0.32 on it is in `kv_cache_config`, too.
         _, self._hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        self._tp_size = vllm_config.parallel_config.tensor_parallel_size
+        self._kv_heads = split_kv_heads(vllm_config, kv_cache_config)
         self._cannot_cut = _why_not_cut(vllm_config, kv_cache_config, self._hash_block_size)
         # Of each KV cache group: the tokens back to which its layers see, themselves included; 0: all.
         self._windows = [
@@ -194,7 +213,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
                 engine_id,
                 capacity=capacity,
                 secret=os.environ.get(KEY_VARIABLE),
-                about=about_engine(self, vllm_config, self._sealer, self._hash_block_size),
+                about=about_engine(self, vllm_config, self._sealer, self._hash_block_size, self._kv_heads),
             )
         if self._cannot_cut:
             logger.warning("carryback: no KV is read back from decode to prefill: %s", self._cannot_cut)
@@ -213,6 +232,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             wait_s = params.pop("carryback_await", None)
             if isinstance(wait_s, int | float) and self._publisher is not None:
                 self._waiting[request.request_id] = time.perf_counter() + wait_s
+            refused = ""
             if not self._sealer.is_authentic(params):
                 if (version := sealed_as(params)) != str(VERSION):
                     logger.warning_once(
@@ -221,15 +241,32 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
                         version,
                         VERSION,
                     )
+                refused = "unverified"
+            elif not self._ranks_fit(params.get("tp_size")):
+                refused = "layouts_differ"
+            if refused:
                 if params.get("do_remote_prefill") and params.get("remote_block_ids"):
-                    self._declined(params, "unverified")
-                _forget_remote(params)
+                    self._declined(params, refused)
+                _forget_remote(params, refused)
             elif params.get("do_remote_decode") and params.get("remote_block_ids"):
                 self._offer(request, params)
             # Stock code takes any `do_remote_prefill` for a promise of blocks.
             if params.get("do_remote_prefill") and not params.get("remote_block_ids"):
                 params["do_remote_prefill"] = False
+            cached = params.get("remote_prefill_cached_tokens")
+            if params.get("do_remote_prefill") and isinstance(cached, int):
+                request.prefill_stats = _RemoteStats(cached)
         super().on_new_request(request)
+
+    def _ranks_fit(self, holders: object) -> bool:
+        """Whether this engine's ranks can read from so many. Stock code finds out with the first read, and fails."""
+        if not isinstance(holders, int) or holders == self._tp_size:
+            return True
+        fewer, more = sorted((holders, self._tp_size))
+        # Each rank of the reader reads what is its own of one rank or several. Where the holder has more ranks than
+        # the model has KV heads, several have the same, and those that are not read would wait for it.
+        is_copied = self._kv_heads is not None and holders > max(self._kv_heads, self._tp_size)
+        return fewer > 0 and more % fewer == 0 and not is_copied
 
     def _offer(self, request: Request, params: dict[str, Any]) -> None:
         """A record came: see that it is read once at most, and by nobody once it was withdrawn."""
@@ -463,7 +500,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             _forget_remote(record)
         key = params.get("carryback_key")
         if is_prefill:
-            record["carryback_reuse"] = _report(request, match)
+            record["carryback_reuse"] = reuse = _report(request, match)
+            record["remote_prefill_cached_tokens"] = reuse["tokens"] + reuse["cached"]
             if match is not None and match.began:
                 record["carryback_work"] = {
                     "read_s": match.read_s,
@@ -633,6 +671,14 @@ def address_of_rank(address: str, rank: int) -> str:
             "with a port, like tcp://127.0.0.1:5701"
         )
     return f"{host}:{int(port) + rank}"
+
+
+def split_kv_heads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int | None:
+    """How many KV heads tensor-parallel ranks have to split; None where they all have the same (MLA), or where stock
+    code knows what to do with copies (Mamba)."""
+    if vllm_config.model_config.use_mla or kv_cache_config.has_mamba_layers:
+        return None
+    return vllm_config.model_config.get_total_num_kv_heads()
 
 
 def _why_not_cut(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, hash_block_size: int) -> str:

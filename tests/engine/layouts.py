@@ -66,9 +66,9 @@ LAYOUTS = [
     Layout("gqa", "Full attention, grouped KV heads (Qwen3)"),
     Layout("mqa", "Full attention, one KV head of another size (Llama)", "llama-mqa"),
     Layout("moe", "Full attention, experts (Qwen3-MoE)", "qwen3-moe"),
-    Layout("bf16", "bfloat16 (Qwen3)", both=("--dtype", "bfloat16"), tolerance=0.2),
-    Layout("fp16", "float16 (Qwen3)", both=("--dtype", "float16"), tolerance=0.05),
-    Layout("fp8-kv", "KV in fp8 (Qwen3)", both=("--kv-cache-dtype", "fp8"), tolerance=0.2),
+    Layout("bf16", "bfloat16 (Qwen3)", both=("--dtype", "bfloat16"), tolerance=0.004),
+    Layout("fp16", "float16 (Qwen3)", both=("--dtype", "float16"), tolerance=0.004),
+    Layout("fp8-kv", "KV in fp8 (Qwen3)", both=("--kv-cache-dtype", "fp8"), tolerance=0.004),
     Layout("caches", "Prefix caches in both engines (Qwen3)", both=_CACHES),
     Layout("block-sizes", "Blocks of 32 and of 64 tokens (Qwen3)", decode=("--block-size", "64")),
     Layout("gemma2", "Windows and full attention in turn (Gemma 2)", "gemma2"),
@@ -77,7 +77,7 @@ LAYOUTS = [
     Layout("gemma3", "Mostly windows (Gemma 3)", "gemma3"),
     Layout("gemma3-no-hybrid", "The same, one KV cache group", "gemma3", both=_NO_HYBRID),
     Layout("mistral", "Windows only (Mistral 7B v0.1)", "mistral-window"),
-    Layout("mistral-no-hybrid", "The same, kept whole", "mistral-window", both=_NO_HYBRID),
+    Layout("mistral-no-hybrid", "The same, with that flag", "mistral-window", both=_NO_HYBRID),
     Layout("mla2", "Latent attention, MLA (DeepSeek-V2)", "deepseek-v2"),
     Layout("mla3", "Latent attention, MLA (DeepSeek-V3)", "deepseek-v3"),
     Layout("granite", "Mamba-2 and attention (Granite 4 hybrid)", "granite-hybrid", env=_STATES),
@@ -87,7 +87,7 @@ LAYOUTS = [
         "qwen3-next",
         both=("--dtype", "bfloat16"),
         env=_STATES,
-        tolerance=0.2,
+        tolerance=0.004,
     ),
     Layout("lfm2", "Short convolutions and attention (LFM2)", "lfm2", env=_STATES),
     Layout("mamba2", "Mamba-2 only", "mamba2", env=_STATES),
@@ -155,6 +155,7 @@ class Trial:
     def __init__(self, pair: Pair, client: Client, layout: Layout) -> None:
         self._client = client
         self._alone = Client(pair.session, pair.url("decode"), client.admin_url)
+        self._other = Client(pair.session, pair.url("prefill"), client.admin_url)
         self._caches = layout.caches
         self.tried: list[Tried] = []
 
@@ -168,10 +169,18 @@ class Trial:
         return self.tried
 
     async def is_steady(self) -> bool:
-        """Whether the decode engine alone gives the same answers one by one and at once."""
+        """Whether the decode engine alone gives the same answers one by one and at once.
+
+        Raises:
+            NoAnswerError: it gives none, or the prefill engine alone.
+        """
         prompts = [[{"role": "user", "content": document(seed, 16)}] for seed in range(2)]
         single = [await self._recompute(prompt) for prompt in prompts]
         at_once = await asyncio.gather(*(self._recompute(prompt) for prompt in prompts))
+        other = await self._other.chat(prompts[0], tokens=TOKENS)
+        for answer in (*single, *at_once, other):
+            if answer.status != 200:
+                raise NoAnswerError(answer.raw)
         return all(_apart(one, other) < 0.5 for one, other in zip(single, at_once, strict=True))
 
     async def growth(self) -> None:

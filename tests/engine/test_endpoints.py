@@ -125,6 +125,20 @@ def spoken(form: Form, answer: Answer) -> tuple[str, list[Any], str]:
     return answer.text, [answer.text if is_text else {"role": "assistant", "content": answer.text}], ""
 
 
+def cached_tokens(form: Form, answer: Answer) -> int | None:
+    """The tokens of the prompt that were not computed, as an answer's usage has it; None if it has no usage."""
+    body = answer.body[-1] if form.stream else answer.body
+    if form.path == "/v1/responses":
+        body = body["response"] if form.stream else body
+        cached: int = body["usage"]["input_tokens_details"]["cached_tokens"]
+        return cached
+    if form.path == "/v1/messages":
+        usage = (answer.body[-2] if form.stream else body)["usage"]
+        return usage.get("cache_read_input_tokens") or 0
+    usage = body.get("usage")
+    return None if usage is None else (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+
+
 def assert_clean(answer: Answer, pair: Pair) -> None:
     """Assert that nothing of the engines' business is in what a client got."""
     for secret in (b"remote_", b"block_ids", b"carryback", b"engine_id", b"hold_s"):
@@ -151,6 +165,8 @@ async def test_a7_all_forms_reuse_the_same_and_none_tells(pair: Pair, client: Cl
         else:
             assert answer.reuse.outcome == "miss"
             assert answer.reuse.prompt_tokens > 500
+        if (cached := cached_tokens(form, answer)) is not None:
+            assert cached == answer.reuse.tokens + answer.reuse.cached
         held = answer.reuse.prompt_tokens + TOKENS - 1  # the last token's KV was not computed
     assert len(talk.conversations) == 1
     assert said == await talk.recomputed()

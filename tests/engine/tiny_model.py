@@ -89,8 +89,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_ATTENTION,
             "layer_types": ["linear_attention", "full_attention"] * 2,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
             "num_experts": 4,
@@ -106,6 +106,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
             "layer_types": ["conv", "full_attention"] * 2,
             "block_auto_adjust_ff_dim": False,
+            "conv_dim": 128,  # as in LFM2's own files; transformers has it no more
         },
     ),
     # Nothing but a running state.

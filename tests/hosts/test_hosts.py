@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -72,6 +74,24 @@ async def reuse_is_back(*clients: Client) -> None:
         return outcome(answer)[0] == "hit"
 
     await eventually(is_hit, 120, "nothing is reused again")
+
+
+@asynccontextmanager
+async def replaced(machines: Machines, role: str) -> AsyncIterator[None]:
+    """An engine's host loses its power at the start of the block, and after it a new engine is in its place."""
+    with machines.network.cut_off(role):
+        await machines.kill(role)
+        started = asyncio.create_task(machines.start_engine(role))
+        yield
+        await started
+        await asyncio.sleep(FORGOTTEN_S)
+    await machines.serves(role)
+
+    async def is_back(client: Client) -> bool:
+        return await client.hears() and (await client.engine(role))["state"] == "up"
+
+    for client in machines.routers:
+        await eventually(partial(is_back, client), 90, "a router does not find the new engine")
 
 
 async def test_next_turn_comes_through_the_other_router(machines: Machines) -> None:
@@ -148,25 +168,57 @@ async def test_decode_engine_loses_its_power(machines: Machines) -> None:
 
     long = asyncio.create_task(first.chat(Conversation().next(), tokens=3000))
     await eventually(is_busy, 30, "the request does not come to the decode engine")
-    with machines.network.cut_off("decode"):
-        await machines.kill("decode")
-        started = asyncio.create_task(machines.start_engine("decode"))
+    async with replaced(machines, "decode"):
         # An error that a client knows how to handle, long before `first_byte_timeout_s`.
         answers = [await long, await second.chat(conversation.next(), conversation.id)]
         for answer in answers:
             assert answer.status in (502, 503), answer.raw
             assert answer.body["error"]["code"] in ("engine_failed", "no_engine")
-        await started
-        await asyncio.sleep(FORGOTTEN_S)
-    await machines.serves("decode")
-
-    async def is_back(client: Client) -> bool:
-        return await client.hears() and (await client.engine("decode"))["state"] == "up"
-
-    for client in machines.routers:
-        await eventually(partial(is_back, client), 90, "a router does not find the new engine")
     assert outcome(await conversation.turn(second)) in (("miss", "engine_lost"), ("miss", "no_record"))
     assert outcome(await conversation.turn(first))[0] == "hit"
     await conversation.check(first, 2, 3)
     await conversation.end(first)
     await machines.pair.assert_unpinned()
+
+
+async def test_prefill_engine_loses_its_power(machines: Machines) -> None:
+    first, second = machines.routers
+    conversation = Conversation()
+    await conversation.turn(first)
+    assert outcome(await conversation.turn(second))[0] == "hit"
+
+    async def is_busy() -> bool:
+        return (await first.engine("prefill"))["in_flight"] > 0
+
+    long = asyncio.create_task(first.chat([{"role": "user", "content": document(7, 80)}]))
+    await eventually(is_busy, 30, "the request does not come to the prefill engine")
+    async with replaced(machines, "prefill"):
+        # The decode engine does all of it.
+        assert (await long).status == 200
+        for client in (first, second):
+            assert outcome(await conversation.turn(client)) in (
+                ("miss", "prefill_failed"),
+                ("miss", "prefill_unavailable"),
+            )
+    # The new engine reads what the decode engine holds of the turns that it did alone.
+    assert outcome(await conversation.turn(first))[0] == "hit"
+    assert outcome(await conversation.turn(second))[0] == "hit"
+    await conversation.check(first, 2, 3, 4, 5)
+    await conversation.end(first)
+    await machines.pair.assert_unpinned(within_s=60)
+
+
+async def test_redis_is_cut_off(machines: Machines) -> None:
+    first, second = machines.routers
+    conversation = Conversation()
+    await conversation.turn(first)
+    assert outcome(await conversation.turn(second))[0] == "hit"
+    with machines.network.cut_off("redis"):
+        for client in (first, second, first):
+            assert outcome(await conversation.turn(client)) == ("miss", "state_unavailable")
+    await reuse_is_back(first, second)
+    await conversation.turn(second)
+    assert outcome(await conversation.turn(first))[0] == "hit"
+    await conversation.check(first, *range(2, 7))
+    await conversation.end(first)
+    await machines.pair.assert_unpinned(within_s=60)

@@ -402,3 +402,34 @@ def test_layouts_that_cannot_be_cut_are_not_held(
     start: Callable[..., Engine], specs: list[KVCacheSpec]
 ) -> None:
     assert start(specs=specs).hold(prompt(4)).blocks == 0
+
+
+@pytest.mark.parametrize(("holders", "is_read"), [(1, True), (2, True), (4, False)])
+def test_ranks_that_hold_copies_of_heads_are_not_read(
+    start: Callable[..., Engine], holders: int, is_read: bool
+) -> None:
+    # The model has two KV heads.
+    held = start().hold(prompt(4))
+    record = json.loads(held.record)
+    seal = record.pop("carryback")
+    record |= {"do_remote_decode": True, "do_remote_prefill": False, "tp_size": holders}
+    Sealer(b"k").seal(record, digests=held.digests, tail=seal["tail"], block_size=BLOCK)
+    prefill = start("kv_producer", rank=1)
+    request = prefill.add(prompt(4), 1, carryback_key="key", carryback_tell=True, **record)
+    prefill.step()
+    if is_read:
+        assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        return
+    told = prefill.next(events.Prefilled, step=True)
+    reuse = json.loads(told.params)["carryback_reuse"]
+    assert (reuse["outcome"], reuse["reason"]) == ("miss", "layouts_differ")
+
+
+def test_what_was_not_computed_is_told(start: Callable[..., Engine]) -> None:
+    prefill = start("kv_producer")
+    prefill.run(prompt(4), do_remote_decode=True, carryback_key="a", carryback_tell=True)
+    told = [prefill.next(events.Prefilled)]
+    prefill.run(prompt(4), do_remote_decode=True, carryback_key="b", carryback_tell=True)
+    told.append(prefill.next(events.Prefilled))
+    # The second found the first's blocks in the prefix cache.
+    assert [json.loads(each.params)["remote_prefill_cached_tokens"] for each in told] == [0, 4 * BLOCK]
