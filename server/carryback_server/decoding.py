@@ -32,7 +32,7 @@ class Decoding:
         key: of the request.
         beginning: sends it; gives its answer, begun.
         tokens: of its prompt, for the engine's load.
-        over: called at the end.
+        over: called at the end, with whether the engine may have begun with it.
 
     Attributes:
         visit: the request among those at the engine.
@@ -48,7 +48,7 @@ class Decoding:
         *,
         tokens: int,
         is_waiting: bool,
-        over: Callable[[], None],
+        over: Callable[[bool], None],
     ) -> None:
         self.engine = engine
         self.key = key
@@ -57,7 +57,7 @@ class Decoding:
         self._is_unheard = False
         self._timer: asyncio.TimerHandle | None = None
         self._end = ExitStack()
-        self._end.callback(over)
+        self._end.callback(lambda: over(not self.is_waiting))
         self.visit = self._end.enter_context(engine.busy(tokens))
         self._end.enter_context(step)
         self._beginning = asyncio.create_task(beginning)

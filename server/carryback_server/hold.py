@@ -171,6 +171,12 @@ class Holding:
             self._late[conversation.tenant, conversation.id] = flight
         asyncio.get_running_loop().call_later(EVENT_LOST_S, self._forget, key)
 
+    def call_off(self, key: str) -> None:
+        """A decode ended where it waited for its prompt: its engine holds nothing of it, and will not say so."""
+        if (flight := self._flights.get(key)) is not None:
+            flight.stored.set()
+            self._forget(key)
+
     async def stored(self, key: str) -> None:
         """Wait a moment until other replicas can take the record of a decode that has ended."""
         flight = self._flights.get(key)

@@ -629,7 +629,7 @@ class Pipeline:
             self._begin(engine, trip, params, key, step.headers()),
             tokens=tokens,
             is_waiting=is_waiting,
-            over=lambda: self.holding.land(key, None),
+            over=lambda has_run: self.holding.land(key, None) if has_run else self.holding.call_off(key),
         )
 
     def _decode_engine(

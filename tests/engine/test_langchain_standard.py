@@ -139,3 +139,6 @@ async def test_strict_tools_are_called_by_their_schema(base_url: str, stream: bo
     assert said is not None
     assert said.conversation
     assert said.prompt_tokens > 100
+    # Where LangChain has it of any model.
+    assert answer.usage_metadata is not None
+    assert answer.usage_metadata["input_token_details"]["cache_read"] == said.tokens + said.cached

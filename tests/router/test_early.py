@@ -61,6 +61,16 @@ async def test_a_prefill_engine_that_refuses_leaves_nothing_waiting(serve: Serve
     await service.finish()
 
 
+async def test_a_router_that_stops_does_not_wait_for_what_never_went_on(serve: Serve) -> None:
+    service = await serve(held_event_wait_s=600)
+    service.prefill.fault(hop="prefill", status=422, status_delay_s=LATE_S)
+    asked = asyncio.create_task(service.chat(FIRST, "c"))
+    await until(lambda: service.decode.running, "the decode engine has it")
+    assert (await asked).status == 422
+    async with asyncio.timeout(60):
+        await service.stop_router()
+
+
 @pytest.mark.parametrize("fault", [{"drop": "before_status"}, {"status": 500}])
 async def test_without_a_prefill_engine_it_goes_on_by_itself(serve: Serve, fault: dict[str, Any]) -> None:
     service = await serve()
