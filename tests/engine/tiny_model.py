@@ -106,7 +106,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
             "layer_types": ["conv", "full_attention"] * 2,
             "block_auto_adjust_ff_dim": False,
-            "conv_dim": 128,  # as in LFM2's own files; transformers has it no more
+            # As in LFM2's own files; transformers has them no more.
+            "conv_dim": 128,
+            "block_dim": 128,
         },
     ),
     # Nothing but a running state.
