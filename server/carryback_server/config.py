@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
+from carryback_vllm.line import PATIENCE_S
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -323,6 +324,9 @@ class LaunchConfig(SharedConfig):
     "More vLLM arguments; they win over the ones that carryback would give."
     kv_backend: str | None = None
     "NIXL's transport; the profile's unless given, which is UCX without one."
+    prefill_patience_s: float = Field(PATIENCE_S, ge=0, allow_inf_nan=False)
+    """How much longer than first come, first served a prompt may wait at a prefill engine for those that have less to
+    compute; 0: not at all."""
     cpu_kv_cache_gib: int = Field(1, gt=0)
     "KV cache of an engine on a CPU, GiB."
     insecure_dev: bool = False

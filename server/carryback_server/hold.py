@@ -42,10 +42,13 @@ Name = tuple[str, str]
 
 
 def whole(record: Record) -> dict[str, Any]:
-    """The `kv_transfer_params` with which a prefill engine can read what a record stands for."""
+    """The `kv_transfer_params` with which a prefill engine can read what a record stands for.
+
+    In a wrapping that only the plug-in opens: an engine without it would read without verifying.
+    """
     params: dict[str, Any] = msgspec.json.decode(record.params)
     params["carryback"]["digests"] = base64.b64encode(record.digests).decode()
-    return params
+    return {"carryback_record": params}
 
 
 @dataclass(eq=False)

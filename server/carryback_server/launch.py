@@ -403,6 +403,7 @@ def _kv_transfer(config: LaunchConfig, role: Role, profile: Profile, events: str
                 "kv_lease_duration": max(6, math.ceil(config.prefill_lease_s)),
                 "backends": [config.kv_backend] if config.kv_backend else list(profile.backends),
                 "carryback_events": events,
+                "carryback_patience_s": config.prefill_patience_s,
             },
         }
     )

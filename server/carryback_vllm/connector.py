@@ -8,6 +8,8 @@ What it adds to `NixlPullConnector`, on both engines alike:
 - Records are sealed by the engine that holds the blocks and verified by the one that reads them
   (`carryback_vllm.seal`): a prefill engine reads the verified prefix of what a decode engine holds, a
   decode engine reads a prompt's KV only if it is that prompt's.
+- `kv_transfer_params["carryback_record"]`: a record, for a prefill engine to read. Routers send it so, and not as it
+  is, since an engine without this plug-in would read what it is told to.
 - `kv_transfer_params["hold_s"]` is how long, in seconds, this request's blocks are held; 0: not at all.
 - `kv_transfer_params["carryback_key"]`: the router's key of the request. What the engine then holds is
   published as an event and is not in the response.
@@ -23,6 +25,7 @@ What it adds to `NixlPullConnector`, on both engines alike:
 - A prefill engine's answer says what was reused, in `kv_transfer_params["carryback_reuse"]`, and how long
   that took, in `kv_transfer_params["carryback_work"]`.
 - A prefill engine's blocks are not read after its lease ended.
+- Prompts that have little to compute go before those that have much (`carryback_vllm.line`).
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ from vllm.v1.request import RequestStatus
 from carryback_vllm.about import about_engine
 from carryback_vllm.cpu import calm_new_threads
 from carryback_vllm.events import KEY_VARIABLE, Publisher
+from carryback_vllm.line import PATIENCE_S, Line
 from carryback_vllm.seal import VERSION, Sealer, sealed_as
 from carryback_vllm.version import check_version
 
@@ -94,6 +98,8 @@ class CarrybackConnector(NixlPullConnector):
     - `carryback_max_pinned`: the share of its KV blocks, 0 to 1, that a decode engine holds for absent
       readers at most, 0.9 unless given. What would exceed it is not held. Routers have budgets of their
       own; this is for when they fail. (Nothing is let go of early: it may be being read.)
+    - `carryback_patience_s`: how much longer than first come, first served a prompt may wait at a prefill engine
+      for shorter ones, in seconds, 120 unless given; 0: not at all.
 
     Raises:
         RuntimeError: unsupported vLLM, no key, or a setting that cannot work; says what to change.
@@ -202,6 +208,10 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         share = extra_config("carryback_max_pinned", MAX_PINNED)
         if not isinstance(share, int | float) or not 0 <= share <= 1:
             raise RuntimeError(f"carryback: carryback_max_pinned must be from 0 to 1, and is {share!r}")
+        patience_s = extra_config("carryback_patience_s", PATIENCE_S)
+        if not isinstance(patience_s, int | float) or not 0 <= patience_s < math.inf:
+            raise RuntimeError(f"carryback: carryback_patience_s must be 0 or more, and is {patience_s!r}")
+        self._line: Line[Request] | None = Line(patience_s) if patience_s else None
         capacity = kv_cache_config.num_blocks - 1  # block 0 is vLLM's placeholder
         self._max_pinned = int(share * capacity)
         address = extra_config("carryback_events", None)
@@ -228,6 +238,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params
         if params is not None:
+            if isinstance(record := params.pop("carryback_record", None), dict):
+                params.update({**record, **params})
             self._release(params.pop("carryback_release", ()))
             wait_s = params.pop("carryback_await", None)
             if isinstance(wait_s, int | float) and self._publisher is not None:
@@ -253,6 +265,14 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             # Stock code takes any `do_remote_prefill` for a promise of blocks.
             if params.get("do_remote_prefill") and not params.get("remote_block_ids"):
                 params["do_remote_prefill"] = False
+            if self._line is not None and params.get("do_remote_decode"):
+                self._line.join(
+                    request.request_id,
+                    request,
+                    request.num_prompt_tokens - self._readable(request, params),
+                    time.perf_counter(),
+                    request.priority,
+                )
             cached = params.get("remote_prefill_cached_tokens")
             if params.get("do_remote_prefill") and isinstance(cached, int):
                 request.prefill_stats = _RemoteStats(cached)
@@ -300,12 +320,36 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
 
     # -- what may it read?
 
+    def _readable(self, request: Request, params: dict[str, Any]) -> int:
+        """How many tokens of a prompt need not be computed, since they can be read."""
+        match = self._matches[request.request_id] = self._match(request, params)
+        tokens = match.blocks * self._hash_block_size
+        return tokens if tokens >= self._threshold_of(params) else 0
+
+    def _threshold_of(self, params: dict[str, Any]) -> int:
+        threshold = params.get("carryback_threshold")
+        return threshold if isinstance(threshold, int) else self._threshold
+
+    def _is_next(self, request: Request, computed_tokens: int) -> bool:
+        """Whether no other waiting prompt goes before this one.
+
+        Args:
+            computed_tokens: of its prompt, those in this engine's own prefix cache.
+        """
+        if self._line is None or request.request_id not in self._line:
+            return True
+        self._line.shorten(request.request_id, request.num_prompt_tokens - computed_tokens)
+        first = self._line.first(lambda other: other.status == RequestStatus.WAITING)
+        return first is None or first == request.request_id
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         params = request.kv_transfer_params
         if params is None:
             return 0, False
+        if not self._is_next(request, num_computed_tokens):
+            return None, False  # vLLM asks again in its next step, and goes on to who comes behind
         if request.request_id in self._waiting and not self._may_go_on(request, params):
             return None, False
         match = self._matches.get(request.request_id)
@@ -316,8 +360,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             # Nothing to read; or it was read before, and the request came back after a preemption or a
             # failed load: the record is spent.
             return 0, False
-        threshold = params.get("carryback_threshold")
-        self.kv_recompute_threshold = threshold if isinstance(threshold, int) else self._threshold
+        self.kv_recompute_threshold = self._threshold_of(params)
         count, load_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if count == 0 and params.get("do_remote_decode"):
             local = num_computed_tokens >= match.blocks * self._hash_block_size
@@ -423,6 +466,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if params is None:
             return
+        if self._line is not None:
+            self._line.leave(request.request_id)
         # Stock code tracks requests that come with a transfer; we may hold any request's blocks, and
         # the worker never lets go of blocks that it does not track.
         self._reqs_in_batch.add(request.request_id)
@@ -438,6 +483,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> NixlConnectorMetadata:
         self._scheduled += scheduler_output.total_num_scheduled_tokens
+        if self._line is not None:
+            self._line.look_again()
         return super().build_connector_meta(scheduler_output)
 
     # -- progress reported by the workers
@@ -459,6 +506,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
     def request_finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         match = self._matches.pop(request.request_id, None)
         self._waiting.pop(request.request_id, None)
+        if self._line is not None:
+            self._line.leave(request.request_id)
         params = request.kv_transfer_params
         if params is not None and (record_id := params.pop("_carryback_reads", None)):
             del self._readers[record_id]
@@ -503,11 +552,14 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             record["carryback_reuse"] = reuse = _report(request, match)
             record["remote_prefill_cached_tokens"] = reuse["tokens"] + reuse["cached"]
             if match is not None and match.began:
+                compute_s, computed = time.perf_counter() - match.began, self._scheduled - match.scheduled
                 record["carryback_work"] = {
                     "read_s": match.read_s,
-                    "compute_s": time.perf_counter() - match.began,
-                    "computed": self._scheduled - match.scheduled,
+                    "compute_s": compute_s,
+                    "computed": computed,
                 }
+                if self._line is not None:
+                    self._line.learn(compute_s, computed)
             if params.get("carryback_tell") and isinstance(key, str) and self._publisher is not None:
                 self._publisher.prefilled(key, msgspec.json.encode(record))
             return hold, record

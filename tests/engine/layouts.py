@@ -135,11 +135,13 @@ class Tried:
 async def running(layout: Layout, folder: Path, session: aiohttp.ClientSession) -> AsyncIterator[Pair]:
     """A pair of engines of a layout, until the block ends."""
     model_path = make_tiny_model(folder / "model", CHAT_TEMPLATE, kind=layout.kind)
+    args = [*layout.both]
+    if "--pipeline-parallel-size" not in (*layout.both, *layout.prefill, *layout.decode):
+        # (Stages have a buffer between them only if vLLM has measured its memory.)
+        args += ["--kv-cache-memory-bytes", str(256 << 20)]
     commands = commands_for(
-        model_path,
-        "--kv-cache-memory-bytes", str(256 << 20), *layout.both,
-        prefill_args=list(layout.prefill), decode_args=list(layout.decode),
-    )  # fmt: skip
+        model_path, *args, prefill_args=list(layout.prefill), decode_args=list(layout.decode)
+    )
     commands = [replace(command, env={**command.env, **layout.env}) for command in commands]
     async with Engines(commands, log_dir=folder) as engines:
         await engines.wait_ready()

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from aiohttp import web
 from carryback_server.config import EngineConfig
 from carryback_server.launch import free_ports
 from carryback_vllm.seal import Sealer
-from pair import KEY, NAME, Client, Pair, document
+from pair import KEY, NAME, Answer, Client, Pair, document, eventually
 
 
 def prompt(seed: int, sentences: int = 20) -> list[dict[str, Any]]:
@@ -370,3 +370,35 @@ async def test_bad_requests_get_openai_errors(
     assert error["type"]
     if code is not None:
         assert error["code"] == code
+
+
+async def test_a_turn_does_not_wait_behind_new_conversations(pair: Pair, client: Client) -> None:
+    conversation = uuid.uuid4().hex
+    messages = prompt(70)
+    first = await client.chat(messages, conversation)
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Go on."}]
+    done: list[str] = []
+
+    async def ask(name: str, *args: Any, **fields: Any) -> Answer:
+        answer = await client.chat(*args, **fields)
+        done.append(name)
+        return answer
+
+    async def waiting() -> int:
+        return int((await client.engine("prefill"))["in_flight"])
+
+    with pair.paused("prefill"):
+        new = [asyncio.create_task(ask("new", prompt(seed, 85), tokens=1)) for seed in range(80, 86)]
+        await eventually(lambda: at_least(waiting, 6), 30, "they do not come to the prefill engine")
+        turn = asyncio.create_task(ask("turn", messages, conversation))
+        await eventually(lambda: at_least(waiting, 7), 30, "it does not come to the prefill engine")
+    answer = await turn
+    assert {each.status for each in await asyncio.gather(*new)} == {200}
+    assert answer.reuse.outcome == "hit"
+    # It came last, and some of those that have 3,000 tokens to compute went after it.
+    assert done.index("turn") <= 4
+    answer.assert_same(await client.chat(messages, reuse=False))
+
+
+async def at_least(count: Callable[[], Awaitable[int]], wanted: int) -> bool:
+    return await count() >= wanted

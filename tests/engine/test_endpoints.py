@@ -256,7 +256,9 @@ async def test_the_official_anthropic_client(client: Client) -> None:
     second = await sdk.messages.with_raw_response.create(messages=said, **asked)
     reuse = reuse_of(second.headers)
     assert reuse.outcome == "hit"
-    assert reuse.prompt_tokens == counted.input_tokens == (await second.parse()).usage.input_tokens
+    usage = (await second.parse()).usage
+    assert usage.cache_read_input_tokens == reuse.tokens + reuse.cached
+    assert reuse.prompt_tokens == counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
     with pytest.raises(anthropic.NotFoundError):
         await sdk.messages.create(model="other", max_tokens=1, messages=said)
 

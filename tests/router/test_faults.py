@@ -21,7 +21,7 @@ import pytest
 from carryback_server.config import EngineConfig
 from raw_server import RawServer, whole
 from service import ENDPOINTS, TEXT, Answer, Serve, Service, request_to, said, until, user
-from stub_engine import StubEngine, expected, expected_text
+from stub_engine import Settings, StubEngine, expected, expected_text
 from stub_engine.prompts import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
 FIRST = [user(TEXT)]
@@ -738,3 +738,18 @@ async def test_a_client_that_never_reads_is_given_up(serve: Serve) -> None:
     await until(lambda: service.router.pipeline.in_flight, "it is asked")
     await until(lambda: not service.router.pipeline.in_flight, "the router is done with it")
     writer.close()
+
+
+async def test_a_prefill_engine_without_the_plugin_reads_nothing(serve: Serve) -> None:
+    """It would read what it is told to, whatever its prompt is."""
+    async with StubEngine("prefill", settings=Settings(plugin=False)) as stock:
+        service = await serve(prefill=0, engines=[stock.config()])
+        held = await service.chat(FIRST, "c")
+        assert (held.text, held.reuse.reason) == (expected_text(FIRST), "no_plugin")
+        await until(lambda: service.decode.pinned, "it is held")
+        edited = [user("#" + TEXT[1:]), *SECOND[1:]]
+        answer = await service.chat(edited, "c")
+        assert (answer.text, answer.reuse.reason) == (expected_text(edited), "no_plugin")
+        assert not any(rank.reads for rank in stock.ranks)
+        assert not stock.violations
+        await service.finish()

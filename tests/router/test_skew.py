@@ -162,7 +162,7 @@ async def test_engines_half_of_which_the_router_understands(cluster: Cluster) ->
         for _ in range(2):
             hits += (await chat.say()).reuse.outcome == "hit"
     assert 0 < hits < 8
-    assert hits == sum(bool(each.params.get("remote_block_ids")) for each in prefill.requests)
+    assert hits == sum("carryback_record" in each.params for each in prefill.requests)
     for number in range(8):
         await cluster.delete(router, f"/v1/conversations/chat-{number}")
     await gone(prefill, ours, other)

@@ -249,6 +249,8 @@ class Rank:
         params = job.kv_transfer
         if not params or not self._settings.plugin:
             return
+        if isinstance(record := params.pop("carryback_record", None), dict):
+            params.update({**record, **params})
         asked = params.pop("carryback_release", None)
         for request in asked if isinstance(asked, list) else ():
             self.let_go(str(request), "asked")

@@ -433,3 +433,44 @@ def test_what_was_not_computed_is_told(start: Callable[..., Engine]) -> None:
     told.append(prefill.next(events.Prefilled))
     # The second found the first's blocks in the prefix cache.
     assert [json.loads(each.params)["remote_prefill_cached_tokens"] for each in told] == [0, 4 * BLOCK]
+
+
+def test_little_to_compute_goes_before_much(start: Callable[..., Engine]) -> None:
+    engine = start("kv_producer")
+    # How long a token takes has to be learned first.
+    engine.run(prompt(20, seed=1), do_remote_decode=True)
+    long = engine.add(prompt(30, seed=2), 1, do_remote_decode=True)
+    short = engine.add(prompt(2, seed=3), 1, do_remote_decode=True)
+    known = engine.add(prompt(20, seed=1), 1, do_remote_decode=True)  # it is in the prefix cache
+    waits = engine.add(prompt(3, seed=4), 1)  # another's request, as vLLM has it
+    engine.step()
+    assert [each.is_finished() for each in (long, short, known, waits)] == [False, True, True, True]
+    engine.step()
+    assert long.is_finished()
+
+
+@pytest.mark.parametrize("extra", [{"carryback_patience_s": 0}, {}])
+def test_first_come_first_served(start: Callable[..., Engine], extra: dict[str, Any]) -> None:
+    engine = start("kv_producer", **extra)
+    if extra:
+        engine.run(prompt(20, seed=1), do_remote_decode=True)
+    long = engine.add(prompt(30, seed=2), 1, do_remote_decode=True)
+    short = engine.add(prompt(2, seed=3), 1, do_remote_decode=True)
+    engine.step()
+    assert long.is_finished()
+    assert short.is_finished()
+
+
+def test_nobody_waits_for_who_was_broken_off(start: Callable[..., Engine]) -> None:
+    engine = start("kv_producer")
+    engine.run(prompt(20, seed=1), do_remote_decode=True)
+    long = engine.add(prompt(30, seed=2), 1, do_remote_decode=True)
+    engine.abort(engine.add(prompt(2, seed=3), 1, do_remote_decode=True))
+    engine.step()
+    assert long.is_finished()
+
+
+@pytest.mark.parametrize("patience_s", [-1, "long", float("inf")])
+def test_a_patience_that_is_none_is_refused(start: Callable[..., Engine], patience_s: object) -> None:
+    with pytest.raises(RuntimeError, match="carryback_patience_s"):
+        start("kv_producer", carryback_patience_s=patience_s)

@@ -73,12 +73,19 @@ def test_what_both_must_agree_on() -> None:
 
 
 def test_settings_reach_the_connector() -> None:
-    for command in build(kv_recompute_threshold=0, kv_backend="LIBFABRIC", hold_s=30.5, prefill_lease_s=12):
+    for command in build(
+        kv_recompute_threshold=0,
+        kv_backend="LIBFABRIC",
+        hold_s=30.5,
+        prefill_lease_s=12,
+        prefill_patience_s=7,
+    ):
         extra = kv_transfer(command)["kv_connector_extra_config"]
         assert extra["kv_recompute_threshold"] == 0
         assert extra["backends"] == ["LIBFABRIC"]
         assert extra["decoder_kv_blocks_ttl"] == 31
         assert extra["kv_lease_duration"] == 12
+        assert extra["carryback_patience_s"] == 7
 
 
 def test_no_key() -> None:

@@ -17,6 +17,7 @@ from itertools import count
 
 from carryback.wire import Outcome
 from carryback.wire.events import Held, Released, ReleaseReason
+from carryback_vllm.line import Line
 
 from carryback_server.simulate.loop import VirtualLoop
 from carryback_server.simulate.profile import Profile
@@ -208,7 +209,7 @@ class _Processor:
 
 
 class PrefillEngine:
-    """Computes prompts, in chunks, first come first served."""
+    """Computes prompts, in chunks, in the order that the plug-in gives them."""
 
     def __init__(self, loop: VirtualLoop, profile: Profile) -> None:
         self.kv = KvCache(profile.prefill_blocks, has_prefixes=profile.prefill_prefix_caching)
@@ -217,7 +218,7 @@ class PrefillEngine:
         self._profile = profile
         self._link = _Link(loop, profile)
         self._order = count()
-        self._waiting: deque[tuple[Job, Offer | None]] = deque()
+        self._line: Line[tuple[Job, Offer | None]] = Line(profile.patience_s)
         # What is computed in part, and what was read and can be computed now, in the order in which it came.
         self._running: list[Job] = []
         self._loaded: list[tuple[int, Job]] = []
@@ -233,7 +234,7 @@ class PrefillEngine:
     @property
     def queue(self) -> int:
         """Requests that wait for blocks or for room in the batch."""
-        return len(self._waiting)
+        return len(self._line)
 
     async def compute(self, job: Job, offer: Offer | None) -> None:
         """Compute a request's prompt, less what can be read; the KV stays until `read_over`."""
@@ -257,7 +258,12 @@ class PrefillEngine:
             self._work(self._left_s - (self._loop.time() - self._since) / self._factor)
 
     def _arrive(self, job: Job, offer: Offer | None) -> None:
-        self._waiting.append((job, offer))
+        tokens = job.prompt_tokens
+        if offer is not None:
+            size = self._profile.block_size
+            matching = size * min(job.common_tokens // size, offer.tokens // size, self._most_blocks(job))
+            tokens -= matching if matching >= self._threshold(job) else 0
+        self._line.join(job.key, (job, offer), tokens, self._loop.time())
         self._wake()
 
     def _wake(self) -> None:
@@ -293,11 +299,11 @@ class PrefillEngine:
         """The next request that can be computed; reads begin for those before it that may read."""
         if self._loaded:
             return heapq.heappop(self._loaded)[1]
-        while self._waiting and self._inside < self._profile.max_num_seqs:
-            job, offer = self._waiting[0]
+        while self._inside < self._profile.max_num_seqs and (first := self._line.first()) is not None:
+            job, offer = self._line[first]
             if not self._take_blocks(job):
                 return None
-            self._waiting.popleft()
+            self._line.leave(first)
             self._inside += 1
             if offer is None or not self._match(job, offer):
                 job.left = job.recomputed_tokens
@@ -323,6 +329,7 @@ class PrefillEngine:
                 self._inside -= 1
                 job.compute_s += self._loop.time()
                 job.scheduled += self._scheduled
+                self._line.learn(job.compute_s, job.scheduled)
                 job.source = self
                 job.finish()
         self._step()
@@ -337,6 +344,9 @@ class PrefillEngine:
         job.cached_tokens = cached * size
         return True
 
+    def _threshold(self, job: Job) -> int:
+        return self._profile.kv_recompute_threshold if job.threshold is None else job.threshold
+
     def _most_blocks(self, job: Job) -> int:
         """Blocks of a prompt that need not be computed: one token's logits are the answer."""
         return (job.prompt_tokens - 1) // self._profile.block_size
@@ -348,13 +358,12 @@ class PrefillEngine:
         matching = min(job.common_tokens // size, usable)
         tokens = matching * size - job.cached_tokens
         is_whole = matching == usable
-        threshold = self._profile.kv_recompute_threshold if job.threshold is None else job.threshold
         if usable == 0:
             job.reason = "too_short"
         elif tokens <= 0:
             job.reason = "local_cache" if matching else "history_changed"
             job.outcome = "hit" if is_whole else "miss"
-        elif tokens < threshold:
+        elif tokens < self._threshold(job):
             job.reason = "below_threshold"
         elif self._loop.time() + READ_MARGIN_S >= offer.deadline:
             job.reason = "load_failed"  # its holder is not told

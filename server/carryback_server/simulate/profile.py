@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import yaml
+from carryback_vllm.line import PATIENCE_S
 
 _BUILT_IN = Path(__file__).with_name("profiles")
 
@@ -41,6 +42,7 @@ class Profile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         decode_slowdown: the same of the decode engine, while the prefill engine computes.
         kv_recompute_threshold: tokens below which a prefill engine recomputes rather than reads.
         max_pinned: the share of its blocks that a decode engine holds at most (`carryback_max_pinned`).
+        patience_s: how much longer than first come, first served a prompt may wait at a prefill engine for shorter ones.
     """
 
     description: str = ""
@@ -70,6 +72,7 @@ class Profile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     decode_slowdown: float = 1.0
     kv_recompute_threshold: int = 64
     max_pinned: float = 0.9
+    patience_s: float = PATIENCE_S
 
     def __post_init__(self) -> None:
         positive = (
