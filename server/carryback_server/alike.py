@@ -56,6 +56,12 @@ NEEDS = (
         "heads (layouts_differ)",
         _ranks_fit,
     ),
+    Need(
+        "pipeline_parallel_size",
+        "pipeline parallel size",
+        "--pipeline-parallel-size",
+        "vLLM's connector reads neither way then (layouts_differ)",
+    ),
     Need("kv_cache_dtype", "KV cache data type", "--kv-cache-dtype", _REFUSED),
 )
 

@@ -59,6 +59,7 @@ def about_engine(
         "backends": transfer.get_from_extra_config("backends", ["UCX"]),
         "kv_buffer_device": transfer.kv_buffer_device,
         "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
+        "pipeline_parallel_size": vllm_config.parallel_config.pipeline_parallel_size,
         **({} if kv_heads is None else {"kv_heads": kv_heads}),
         "ucx": {name: os.environ[name] for name in _UCX_VARIABLES if name in os.environ},
     }

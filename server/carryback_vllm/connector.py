@@ -178,6 +178,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         # As the engine resolves it; only from 0.32 on it is in `kv_cache_config`, too.
         _, self._hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
+        self._pp_size = vllm_config.parallel_config.pipeline_parallel_size
         self._kv_heads = split_kv_heads(vllm_config, kv_cache_config)
         self._cannot_cut = _why_not_cut(vllm_config, kv_cache_config, self._hash_block_size)
         # Of each KV cache group: the tokens back to which its layers see, themselves included; 0: all.
@@ -254,7 +255,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
                         VERSION,
                     )
                 refused = "unverified"
-            elif not self._ranks_fit(params.get("tp_size")):
+            elif not self._ranks_fit(params.get("tp_size"), params.get("pp_size")):
                 refused = "layouts_differ"
             if refused:
                 if params.get("do_remote_prefill") and params.get("remote_block_ids"):
@@ -278,8 +279,11 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
                 request.prefill_stats = _RemoteStats(cached)
         super().on_new_request(request)
 
-    def _ranks_fit(self, holders: object) -> bool:
-        """Whether this engine's ranks can read from so many. Stock code finds out with the first read, and fails."""
+    def _ranks_fit(self, holders: object, stages: object) -> bool:
+        """Whether this engine's ranks can read from so many tensor- and pipeline-parallel ones. Stock code finds out
+        with the first read, and fails."""
+        if isinstance(stages, int) and stages != self._pp_size:
+            return False
         if not isinstance(holders, int) or holders == self._tp_size:
             return True
         fewer, more = sorted((holders, self._tp_size))

@@ -103,7 +103,13 @@ LAYOUTS = [
     Layout("mla2-tp2-tp2", "Tensor parallel 2 and 2, MLA (DeepSeek-V2)", "deepseek-v2", both=_tp(2)),
     Layout("mla2-tp1-tp2", "Tensor parallel 1 and 2, MLA (DeepSeek-V2)", "deepseek-v2", decode=_tp(2)),
     Layout("mla2-tp2-tp1", "Tensor parallel 2 and 1, MLA (DeepSeek-V2)", "deepseek-v2", prefill=_tp(2)),
-    Layout("pp2-pp1", "Pipeline parallel 2 and 1 (Qwen3)", prefill=("--pipeline-parallel-size", "2")),
+    # (Stages on a CPU get the buffer between them when vLLM compiles the model.)
+    Layout(
+        "pp2-pp1",
+        "Pipeline parallel 2 and 1 (Qwen3)",
+        both=("--no-enforce-eager",),
+        prefill=("--pipeline-parallel-size", "2"),
+    ),
 ]
 
 
@@ -135,13 +141,11 @@ class Tried:
 async def running(layout: Layout, folder: Path, session: aiohttp.ClientSession) -> AsyncIterator[Pair]:
     """A pair of engines of a layout, until the block ends."""
     model_path = make_tiny_model(folder / "model", CHAT_TEMPLATE, kind=layout.kind)
-    args = [*layout.both]
-    if "--pipeline-parallel-size" not in (*layout.both, *layout.prefill, *layout.decode):
-        # (Stages have a buffer between them only if vLLM has measured its memory.)
-        args += ["--kv-cache-memory-bytes", str(256 << 20)]
     commands = commands_for(
-        model_path, *args, prefill_args=list(layout.prefill), decode_args=list(layout.decode)
-    )
+        model_path,
+        "--kv-cache-memory-bytes", str(256 << 20), *layout.both,
+        prefill_args=list(layout.prefill), decode_args=list(layout.decode),
+    )  # fmt: skip
     commands = [replace(command, env={**command.env, **layout.env}) for command in commands]
     async with Engines(commands, log_dir=folder) as engines:
         await engines.wait_ready()

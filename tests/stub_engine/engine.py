@@ -281,7 +281,7 @@ class StubEngine:
             "key": self._sealer.fingerprint, "hash_seed": "", "hold_s": self.settings.ttl_s,
             "lease_s": self.settings.lease_s, "side_channel_host": self._host,
             "side_channel_port": self._side_port, "backends": ["UCX"], "kv_buffer_device": "cpu",
-            "tensor_parallel_size": 1, "kv_heads": 2, "ucx": {},
+            "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "kv_heads": 2, "ucx": {},
         }  # fmt: skip
         return {**facts, **self._about}
 

@@ -404,15 +404,24 @@ def test_layouts_that_cannot_be_cut_are_not_held(
     assert start(specs=specs).hold(prompt(4)).blocks == 0
 
 
-@pytest.mark.parametrize(("holders", "is_read"), [(1, True), (2, True), (4, False)])
-def test_ranks_that_hold_copies_of_heads_are_not_read(
-    start: Callable[..., Engine], holders: int, is_read: bool
+@pytest.mark.parametrize(
+    ("ranks", "is_read"),
+    [
+        ({"tp_size": 1}, True),
+        ({"tp_size": 2}, True),
+        # The model has two KV heads: more ranks hold copies.
+        ({"tp_size": 4}, False),
+        ({"pp_size": 1}, True),
+        ({"pp_size": 2}, False),
+    ],
+)
+def test_ranks_that_do_not_fit_are_not_read(
+    start: Callable[..., Engine], ranks: dict[str, int], is_read: bool
 ) -> None:
-    # The model has two KV heads.
     held = start().hold(prompt(4))
     record = json.loads(held.record)
     seal = record.pop("carryback")
-    record |= {"do_remote_decode": True, "do_remote_prefill": False, "tp_size": holders}
+    record |= {"do_remote_decode": True, "do_remote_prefill": False, **ranks}
     Sealer(b"k").seal(record, digests=held.digests, tail=seal["tail"], block_size=BLOCK)
     prefill = start("kv_producer", rank=1)
     request = prefill.add(prompt(4), 1, carryback_key="key", carryback_tell=True, **record)

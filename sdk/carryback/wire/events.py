@@ -167,7 +167,7 @@ def about_of(hello: Hello) -> dict[str, Any]:
     - `hash_seed`: a fingerprint of `PYTHONHASHSEED`, from which block hashes start; empty: it is not set
     - `hold_s`: how long, in seconds, a decode engine holds KV unless a request says; `lease_s`: a prefill engine
     - `side_channel_host`, `side_channel_port`: where other engines ask it before they read
-    - `backends`: NIXL's; `kv_buffer_device`; `tensor_parallel_size`
+    - `backends`: NIXL's; `kv_buffer_device`; `tensor_parallel_size`; `pipeline_parallel_size`
     - `kv_heads`: of the model, as many as tensor-parallel ranks split; missing if they all have the same
     - `ucx`: the variables `UCX_...` of its environment that choose transports
     """

@@ -9,6 +9,13 @@ from carryback_server.alike import NEEDS, Need
 from carryback_server.doctor.engines import Seen
 from carryback_server.doctor.finding import Finding, fail, ok, skip, warn
 
+# Of needs whose checks have other names than their facts.
+_CHECKS = {
+    "vllm": "vllm-same",
+    "tensor_parallel_size": "tensor-parallel",
+    "pipeline_parallel_size": "pipeline",
+}
+
 
 def agreements(seens: Sequence[Seen]) -> list[Finding]:
     """All of these checks."""
@@ -18,7 +25,7 @@ def agreements(seens: Sequence[Seen]) -> list[Finding]:
 
 def agree(need: Need, seens: Sequence[Seen]) -> Finding:
     """One fact is the same everywhere, or fits: without it, nothing can be read."""
-    check = need.fact.replace("_", "-") if need.fact != "vllm" else "vllm-same"
+    check = _CHECKS.get(need.fact, need.fact.replace("_", "-"))
     values = _values(seens, need.fact)
     if not all(need.is_met(one.about, other.about) for one, other in combinations(seens, 2)):
         fix = f"give all engines the same ({need.set_by})"

@@ -1,0 +1,173 @@
+"""A rush of new conversations, and turns of others right behind it: how long each waits for its first token.
+
+    .venv/bin/python benchmarks/rush.py                  # ten minutes on two cores
+    .venv/bin/python benchmarks/rush.py --rounds 1 --new 3
+
+Two prefill engines before one decode engine, equal but for `prefill_patience_s`: the default, and 0, which is first
+come, first served. They take turns, a round each; the other one is stopped (SIGSTOP) meanwhile. In a round some
+conversations have their first turn, then new ones come all at once, and behind them the others' second turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "engine")]
+
+from carryback import wire  # noqa: E402
+from carryback_server import model  # noqa: E402
+from carryback_server.config import ServeConfig  # noqa: E402
+from carryback_server.launch import EngineCommand, Ports, engine_commands, free_ports  # noqa: E402
+from carryback_server.supervisor import Engines  # noqa: E402
+from pair import Client, Pair, document  # noqa: E402
+
+# Without prefix caches there is one way for KV to be reused.
+ENGINE_ARGS = ["--no-enable-prefix-caching"]
+ARMS = {"prefill": "by what is left to compute", "in-line": "first come, first served"}
+OUT = Console(highlight=False, soft_wrap=True)
+
+
+def commands() -> list[EngineCommand]:
+    """A prefill engine and a decode engine with the default model."""
+    numbers = free_ports(6)
+    return engine_commands(
+        ServeConfig(engine_args=ENGINE_ARGS),
+        device="cpu",
+        model_path=str(model.fetch_default_model()),
+        ports={"prefill": Ports(*numbers[:3]), "decode": Ports(*numbers[3:])},
+        key="the key of this benchmark",
+    )
+
+
+def first_come_first_served(pair: Pair) -> EngineCommand:
+    """A prefill engine like the pair's, without patience."""
+    command = pair.another("prefill", "in-line")
+    at = command.argv.index("--kv-transfer-config") + 1
+    transfer = json.loads(command.argv[at])
+    transfer["kv_connector_extra_config"]["carryback_patience_s"] = 0
+    command.argv[at] = json.dumps(transfer)
+    return command
+
+
+async def ask(client: Client, name: str, messages: list[dict[str, Any]]) -> tuple[float, str, wire.Reuse]:
+    """A streamed answer of eight tokens: seconds to the first, its text, and what was reused."""
+    body = {
+        "model": model.NAME, "messages": messages, "stream": True, "temperature": 0, "max_tokens": 8, "min_tokens": 8,
+    }  # fmt: skip
+    sent, first, text = time.monotonic(), 0.0, ""
+    headers = {wire.CONVERSATION_ID: name}
+    async with client.session.post(
+        f"{client.url}/v1/chat/completions", json=body, headers=headers
+    ) as response:
+        assert response.status == 200, await response.text()
+        reuse = wire.Reuse.parse(response.headers[wire.CARRYBACK_REUSE])
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            for choice in json.loads(line[6:])["choices"]:
+                if said := choice["delta"].get("content"):
+                    first = first or time.monotonic() - sent
+                    text += said
+    return first, text, reuse
+
+
+async def one_round(client: Client, new: int, turns: int, seed: int) -> dict[str, list[float]]:
+    """Seconds to the first tokens of new conversations and of turns, and until all were done."""
+    talks = []
+    for number in range(turns):
+        name, messages = uuid.uuid4().hex, [{"role": "user", "content": document(seed + number, 25)}]
+        _, text, _ = await ask(client, name, messages)
+        answered = {"role": "assistant", "content": text}
+        talks.append((name, [*messages, answered, {"role": "user", "content": "And the next one?"}]))
+    began = time.monotonic()
+    rush = [
+        asyncio.create_task(
+            ask(client, uuid.uuid4().hex, [{"role": "user", "content": document(seed + 50 + number, 80)}])
+        )
+        for number in range(new)
+    ]
+    await asyncio.sleep(1)
+    seconds = await asyncio.gather(*(ask(client, name, messages) for name, messages in talks))
+    assert {reuse.outcome for _, _, reuse in seconds} == {"hit"}
+    firsts = await asyncio.gather(*rush)
+    took = time.monotonic() - began
+    for name, _ in talks:
+        async with client.session.delete(f"{client.url}/v1/conversations/{name}") as response:
+            assert response.status == 200, await response.text()
+    return {
+        "turns": [ttft for ttft, _, _ in seconds],
+        "new": [ttft for ttft, _, _ in firsts],
+        "all": [took],
+    }
+
+
+async def run(rounds: int, new: int, turns: int, folder: Path) -> dict[str, list[dict[str, list[float]]]]:
+    """All rounds of both engines."""
+    measured: dict[str, list[dict[str, list[float]]]] = {arm: [] for arm in ARMS}
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        prefill, decode = commands()
+        pair = Pair(None, [prefill, decode], session)
+        by_name = {"prefill": prefill, "in-line": first_come_first_served(pair)}
+        async with Engines([*by_name.values(), decode], log_dir=folder) as engines:
+            await engines.wait_ready()
+            pair.engines = engines
+            for number in range(rounds + 1):
+                for arm in ARMS if number % 2 else reversed(ARMS):
+                    other = next(name for name in ARMS if name != arm)
+                    with pair.paused(other):
+                        async with pair.router([by_name[arm].engine(), decode.engine()]) as client:
+                            seen = await one_round(client, new, turns, 1000 * number)
+                    if number:  # the first is for warming up, and for learning how long a token takes
+                        measured[arm].append(seen)
+    return measured
+
+
+def show(measured: dict[str, list[dict[str, list[float]]]]) -> None:
+    """Medians, and ratios of rounds."""
+    table = Table("", *ARMS.values(), "ratio of a round (lowest to highest)")
+    ours, theirs = (measured[arm] for arm in ARMS)
+    for what, title in (
+        ("turns", "TTFT of turns"),
+        ("new", "TTFT of new conversations"),
+        ("all", "all answered after"),
+    ):
+        ratios = [
+            statistics.median(there[what]) / statistics.median(here[what])
+            for here, there in zip(ours, theirs, strict=True)
+        ]
+        medians = [statistics.median([each for seen in arm for each in seen[what]]) for arm in (ours, theirs)]
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        table.add_row(title, *(f"{median:.2f} s" for median in medians), spread)
+    OUT.print(table)
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each engine, counted (3)")
+    parser.add_argument("--new", type=int, default=5, metavar="N", help="new conversations of a round (5)")
+    parser.add_argument("--turns", type=int, default=3, metavar="N", help="turns behind them (3)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="carryback-rush-") as folder:
+        show(asyncio.run(run(args.rounds, args.new, args.turns, Path(folder))))
+
+
+if __name__ == "__main__":
+    main()
