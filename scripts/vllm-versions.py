@@ -51,6 +51,8 @@ CHECKS = {
         "test_reuse.py::test_same_history_reuses_every_full_block[False]",
         "test_reuse.py::test_a_repeated_request",
         "test_plugin.py::test_every_endpoint_reads_back",
+        "test_endpoints.py::test_a7_all_forms_reuse_the_same_and_none_tells[chat/completions]",
+        "test_endpoints.py::test_a7_all_forms_reuse_the_same_and_none_tells[messages]",
     ),
     "streamed": (
         "test_reuse.py::test_same_history_reuses_every_full_block[True]",
@@ -71,6 +73,7 @@ CHECKS = {
         "test_plugin.py::test_a_prefill_engine_says_what_waits_for_its_reader",
         "test_plugin.py::test_a_request_does_not_wait_for_ever",
         "test_plugin.py::test_a_request_waits_until_it_is_told_how_to_go_on[/v1/chat/completions]",
+        "test_cases.py::test_a_turn_does_not_wait_behind_new_conversations",
     ),
 }
 HISTORIES = "3"
