@@ -213,6 +213,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         if not isinstance(patience_s, int | float) or not 0 <= patience_s < math.inf:
             raise RuntimeError(f"carryback: carryback_patience_s must be 0 or more, and is {patience_s!r}")
         self._line: Line[Request] | None = Line(patience_s) if patience_s else None
+        # Of those in line, the ones that have read what they can, and may be computed now.
+        self._loaded: set[str] = set()
         capacity = kv_cache_config.num_blocks - 1  # block 0 is vLLM's placeholder
         self._max_pinned = int(share * capacity)
         address = extra_config("carryback_events", None)
@@ -343,8 +345,17 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         if self._line is None or request.request_id not in self._line:
             return True
         self._line.shorten(request.request_id, request.num_prompt_tokens - computed_tokens)
-        first = self._line.first(lambda other: other.status == RequestStatus.WAITING)
+        first = self._line.first(self._can_go)
         return first is None or first == request.request_id
+
+    def _can_go(self, request: Request) -> bool:
+        # vLLM gives what was read another status only when it comes to it, and it may stand behind others.
+        return request.status == RequestStatus.WAITING or request.request_id in self._loaded
+
+    def _leave_line(self, request_id: str) -> None:
+        if self._line is not None:
+            self._line.leave(request_id)
+            self._loaded.discard(request_id)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -470,8 +481,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if params is None:
             return
-        if self._line is not None:
-            self._line.leave(request.request_id)
+        if not (first and num_external_tokens):
+            self._leave_line(request.request_id)  # else it reads first, and keeps its place
         # Stock code tracks requests that come with a transfer; we may hold any request's blocks, and
         # the worker never lets go of blocks that it does not track.
         self._reqs_in_batch.add(request.request_id)
@@ -499,6 +510,10 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             if (match := self._matches.get(request_id)) is not None:
                 match.read_tokens, match.whole, match.reason = 0, False, "load_failed"
         now = time.perf_counter()
+        for request_ids in (connector_output.finished_recving, connector_output.failed_recving):
+            for request_id in request_ids or ():
+                if self._line is not None and request_id in self._line:
+                    self._loaded.add(request_id)
         for request_id in connector_output.finished_recving or ():
             if (match := self._matches.get(request_id)) is not None and match.read_tokens:
                 match.read_s = now - match.allocated
@@ -510,8 +525,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
     def request_finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         match = self._matches.pop(request.request_id, None)
         self._waiting.pop(request.request_id, None)
-        if self._line is not None:
-            self._line.leave(request.request_id)
+        self._leave_line(request.request_id)
         params = request.kv_transfer_params
         if params is not None and (record_id := params.pop("_carryback_reads", None)):
             del self._readers[record_id]
