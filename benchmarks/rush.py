@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import tempfile
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "engine")]
 
 from carryback import wire  # noqa: E402
 from carryback_server import model  # noqa: E402
+from carryback_server.bench.client import Answer, Client  # noqa: E402
+from carryback_server.bench.workloads import Message  # noqa: E402
 from carryback_server.config import ServeConfig  # noqa: E402
 from carryback_server.launch import EngineCommand, Ports, engine_commands, free_ports  # noqa: E402
 from carryback_server.supervisor import Engines  # noqa: E402
-from pair import Client, Pair, document  # noqa: E402
+from pair import Pair, document  # noqa: E402
 
 # Without prefix caches there is one way for KV to be reused.
 ENGINE_ARGS = ["--no-enable-prefix-caching"]
@@ -41,11 +43,11 @@ ARMS = {"prefill": "by what is left to compute", "in-line": "first come, first s
 OUT = Console(highlight=False, soft_wrap=True)
 
 
-def commands() -> list[EngineCommand]:
+def commands(**settings: Any) -> list[EngineCommand]:
     """A prefill engine and a decode engine with the default model."""
     numbers = free_ports(6)
     return engine_commands(
-        ServeConfig(engine_args=ENGINE_ARGS),
+        ServeConfig(engine_args=ENGINE_ARGS, **settings),
         device="cpu",
         model_path=str(model.fetch_default_model()),
         ports={"prefill": Ports(*numbers[:3]), "decode": Ports(*numbers[3:])},
@@ -53,36 +55,13 @@ def commands() -> list[EngineCommand]:
     )
 
 
-def first_come_first_served(pair: Pair) -> EngineCommand:
-    """A prefill engine like the pair's, without patience."""
-    command = pair.another("prefill", "in-line")
-    at = command.argv.index("--kv-transfer-config") + 1
-    transfer = json.loads(command.argv[at])
-    transfer["kv_connector_extra_config"]["carryback_patience_s"] = 0
-    command.argv[at] = json.dumps(transfer)
-    return command
-
-
-async def ask(client: Client, name: str, messages: list[dict[str, Any]]) -> tuple[float, str, wire.Reuse]:
-    """A streamed answer of eight tokens: seconds to the first, its text, and what was reused."""
-    body = {
-        "model": model.NAME, "messages": messages, "stream": True, "temperature": 0, "max_tokens": 8, "min_tokens": 8,
-    }  # fmt: skip
-    sent, first, text = time.monotonic(), 0.0, ""
-    headers = {wire.CONVERSATION_ID: name}
-    async with client.session.post(
-        f"{client.url}/v1/chat/completions", json=body, headers=headers
-    ) as response:
-        assert response.status == 200, await response.text()
-        reuse = wire.Reuse.parse(response.headers[wire.CARRYBACK_REUSE])
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            for choice in json.loads(line[6:])["choices"]:
-                if said := choice["delta"].get("content"):
-                    first = first or time.monotonic() - sent
-                    text += said
-    return first, text, reuse
+async def ask(client: Client, name: str, question: list[Message]) -> Answer:
+    """An answer of eight tokens."""
+    answer = await client.chat(
+        question, [], max_tokens=8, seed=0, salt="rush", headers={wire.CONVERSATION_ID: name}
+    )
+    assert not answer.error, answer.error
+    return answer
 
 
 async def one_round(client: Client, new: int, turns: int, seed: int) -> dict[str, list[float]]:
@@ -90,8 +69,7 @@ async def one_round(client: Client, new: int, turns: int, seed: int) -> dict[str
     talks = []
     for number in range(turns):
         name, messages = uuid.uuid4().hex, [{"role": "user", "content": document(seed + number, 25)}]
-        _, text, _ = await ask(client, name, messages)
-        answered = {"role": "assistant", "content": text}
+        answered = {"role": "assistant", "content": (await ask(client, name, messages)).text}
         talks.append((name, [*messages, answered, {"role": "user", "content": "And the next one?"}]))
     began = time.monotonic()
     rush = [
@@ -102,15 +80,14 @@ async def one_round(client: Client, new: int, turns: int, seed: int) -> dict[str
     ]
     await asyncio.sleep(1)
     seconds = await asyncio.gather(*(ask(client, name, messages) for name, messages in talks))
-    assert {reuse.outcome for _, _, reuse in seconds} == {"hit"}
+    assert {each.reuse and each.reuse.outcome for each in seconds} == {"hit"}
     firsts = await asyncio.gather(*rush)
     took = time.monotonic() - began
     for name, _ in talks:
-        async with client.session.delete(f"{client.url}/v1/conversations/{name}") as response:
-            assert response.status == 200, await response.text()
+        await client.release(name)
     return {
-        "turns": [ttft for ttft, _, _ in seconds],
-        "new": [ttft for ttft, _, _ in firsts],
+        "turns": [each.ttft_s for each in seconds],
+        "new": [each.ttft_s for each in firsts],
         "all": [took],
     }
 
@@ -122,7 +99,8 @@ async def run(rounds: int, new: int, turns: int, folder: Path) -> dict[str, list
     async with aiohttp.ClientSession(timeout=timeout) as session:
         prefill, decode = commands()
         pair = Pair(None, [prefill, decode], session)
-        by_name = {"prefill": prefill, "in-line": first_come_first_served(pair)}
+        in_line = replace(commands(prefill_patience_s=0)[0], name="in-line")
+        by_name = {"prefill": prefill, "in-line": in_line}
         async with Engines([*by_name.values(), decode], log_dir=folder) as engines:
             await engines.wait_ready()
             pair.engines = engines
@@ -130,7 +108,9 @@ async def run(rounds: int, new: int, turns: int, folder: Path) -> dict[str, list
                 for arm in ARMS if number % 2 else reversed(ARMS):
                     other = next(name for name in ARMS if name != arm)
                     with pair.paused(other):
-                        async with pair.router([by_name[arm].engine(), decode.engine()]) as client:
+                        async with pair.router([by_name[arm].engine(), decode.engine()]) as router:
+                            client = Client(session, router.url)
+                            await client.connect()
                             seen = await one_round(client, new, turns, 1000 * number)
                     if number:  # the first is for warming up, and for learning how long a token takes
                         measured[arm].append(seen)

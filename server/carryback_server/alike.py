@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from carryback.wire.events import ranks_fit
+
 
 @dataclass(frozen=True)
 class Need:
@@ -33,10 +35,10 @@ class Need:
 
 
 def _ranks_fit(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    # As the engines decide it; see CarrybackScheduler. Both directions are needed.
-    fewer, more = sorted((one["tensor_parallel_size"], other["tensor_parallel_size"]))
-    heads = one.get("kv_heads", other.get("kv_heads", more))
-    return bool(fewer > 0 and more % fewer == 0 and more <= heads)
+    here, there = one["tensor_parallel_size"], other["tensor_parallel_size"]
+    heads = one.get("kv_heads", other.get("kv_heads"))
+    # Each engine reads from the other.
+    return ranks_fit(here, there, heads) and ranks_fit(there, here, heads)
 
 
 _REFUSED = "NIXL refuses the connection between them, and every read fails (load_failed)"

@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import vllm
+from carryback.wire.events import ranks_fit
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
@@ -212,7 +213,9 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         patience_s = extra_config("carryback_patience_s", PATIENCE_S)
         if not isinstance(patience_s, int | float) or not 0 <= patience_s < math.inf:
             raise RuntimeError(f"carryback: carryback_patience_s must be 0 or more, and is {patience_s!r}")
-        self._line: Line[Request] | None = Line(patience_s) if patience_s else None
+        # Without patience nobody is in it, and vLLM's order stays as it is.
+        self._line: Line[Request] = Line(patience_s)
+        self._is_ordered = patience_s > 0
         # Of those in line, the ones that have read what they can, and may be computed now.
         self._loaded: set[str] = set()
         capacity = kv_cache_config.num_blocks - 1  # block 0 is vLLM's placeholder
@@ -268,7 +271,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             # Stock code takes any `do_remote_prefill` for a promise of blocks.
             if params.get("do_remote_prefill") and not params.get("remote_block_ids"):
                 params["do_remote_prefill"] = False
-            if self._line is not None and params.get("do_remote_decode"):
+            if self._is_ordered and params.get("do_remote_decode"):
                 self._line.join(
                     request.request_id,
                     request,
@@ -288,11 +291,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             return False
         if not isinstance(holders, int) or holders == self._tp_size:
             return True
-        fewer, more = sorted((holders, self._tp_size))
-        # Each rank of the reader reads what is its own of one rank or several. Where the holder has more ranks than
-        # the model has KV heads, several have the same, and those that are not read would wait for it.
-        is_copied = self._kv_heads is not None and holders > max(self._kv_heads, self._tp_size)
-        return fewer > 0 and more % fewer == 0 and not is_copied
+        return ranks_fit(self._tp_size, holders, self._kv_heads)
 
     def _offer(self, request: Request, params: dict[str, Any]) -> None:
         """A record came: see that it is read once at most, and by nobody once it was withdrawn."""
@@ -342,7 +341,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         Args:
             computed_tokens: of its prompt, those in this engine's own prefix cache.
         """
-        if self._line is None or request.request_id not in self._line:
+        if request.request_id not in self._line:
             return True
         self._line.shorten(request.request_id, request.num_prompt_tokens - computed_tokens)
         first = self._line.first(self._can_go)
@@ -353,9 +352,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         return request.status == RequestStatus.WAITING or request.request_id in self._loaded
 
     def _leave_line(self, request_id: str) -> None:
-        if self._line is not None:
-            self._line.leave(request_id)
-            self._loaded.discard(request_id)
+        self._line.leave(request_id)
+        self._loaded.discard(request_id)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -498,8 +496,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> NixlConnectorMetadata:
         self._scheduled += scheduler_output.total_num_scheduled_tokens
-        if self._line is not None:
-            self._line.look_again()
+        self._line.look_again()
         return super().build_connector_meta(scheduler_output)
 
     # -- progress reported by the workers
@@ -511,9 +508,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
                 match.read_tokens, match.whole, match.reason = 0, False, "load_failed"
         now = time.perf_counter()
         for request_ids in (connector_output.finished_recving, connector_output.failed_recving):
-            for request_id in request_ids or ():
-                if self._line is not None and request_id in self._line:
-                    self._loaded.add(request_id)
+            self._loaded.update(request_id for request_id in request_ids or () if request_id in self._line)
         for request_id in connector_output.finished_recving or ():
             if (match := self._matches.get(request_id)) is not None and match.read_tokens:
                 match.read_s = now - match.allocated
@@ -576,8 +571,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
                     "compute_s": compute_s,
                     "computed": computed,
                 }
-                if self._line is not None:
-                    self._line.learn(compute_s, computed)
+                self._line.learn(compute_s, computed)
             if params.get("carryback_tell") and isinstance(key, str) and self._publisher is not None:
                 self._publisher.prefilled(key, msgspec.json.encode(record))
             return hold, record

@@ -112,6 +112,11 @@ class Client:
         (view,) = [each for each in await self.engines() if each["role"] == role]
         return view
 
+    async def is_busy(self, role: str, requests: int = 1) -> bool:
+        """Whether at least so many requests are at an engine, the only one of its role."""
+        in_flight: int = (await self.engine(role))["in_flight"]
+        return in_flight >= requests
+
     async def hears(self) -> bool:
         """Whether the engines' events reach the router; nothing is held before."""
         return all(each["events"] for each in await self.engines())

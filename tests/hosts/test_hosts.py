@@ -62,6 +62,14 @@ def outcome(answer: Answer) -> tuple[str, str]:
     return answer.reuse.outcome, answer.reuse.reason
 
 
+async def two_turns(first: Client, second: Client) -> Conversation:
+    """A conversation whose second turn, through the other router, was a hit."""
+    conversation = Conversation()
+    await conversation.turn(first)
+    assert outcome(await conversation.turn(second))[0] == "hit"
+    return conversation
+
+
 async def reuse_is_back(*clients: Client) -> None:
     """Wait until a new conversation's second turn is a hit."""
 
@@ -112,9 +120,7 @@ async def test_next_turn_comes_through_the_other_router(machines: Machines) -> N
 
 async def test_link_between_the_engines_is_cut(machines: Machines) -> None:
     first, second = machines.routers
-    conversation, other = Conversation(), Conversation()
-    await conversation.turn(first)
-    assert outcome(await conversation.turn(second))[0] == "hit"
+    conversation, other = await two_turns(first, second), Conversation()
     with machines.network.cut("prefill", "decode"):
         # No engine can read from the other: each computes the prompt itself.
         assert outcome(await conversation.turn(first)) == ("miss", "load_failed")
@@ -132,9 +138,7 @@ async def test_link_between_the_engines_is_cut(machines: Machines) -> None:
 
 async def test_events_do_not_reach_a_router(machines: Machines) -> None:
     first, second = machines.routers
-    conversation = Conversation()
-    await conversation.turn(first)
-    assert outcome(await conversation.turn(second))[0] == "hit"
+    conversation = await two_turns(first, second)
 
     async def is_deaf() -> bool:
         return not (await second.engine("decode"))["events"]
@@ -159,15 +163,10 @@ async def test_events_do_not_reach_a_router(machines: Machines) -> None:
 
 async def test_decode_engine_loses_its_power(machines: Machines) -> None:
     first, second = machines.routers
-    conversation = Conversation()
-    await conversation.turn(first)
-    assert outcome(await conversation.turn(second))[0] == "hit"
-
-    async def is_busy() -> bool:
-        return (await first.engine("decode"))["in_flight"] > 0
+    conversation = await two_turns(first, second)
 
     long = asyncio.create_task(first.chat(Conversation().next(), tokens=3000))
-    await eventually(is_busy, 30, "the request does not come to the decode engine")
+    await eventually(partial(first.is_busy, "decode"), 30, "the request does not come to the decode engine")
     async with replaced(machines, "decode"):
         # An error that a client knows how to handle, long before `first_byte_timeout_s`.
         answers = [await long, await second.chat(conversation.next(), conversation.id)]
@@ -183,15 +182,10 @@ async def test_decode_engine_loses_its_power(machines: Machines) -> None:
 
 async def test_prefill_engine_loses_its_power(machines: Machines) -> None:
     first, second = machines.routers
-    conversation = Conversation()
-    await conversation.turn(first)
-    assert outcome(await conversation.turn(second))[0] == "hit"
-
-    async def is_busy() -> bool:
-        return (await first.engine("prefill"))["in_flight"] > 0
+    conversation = await two_turns(first, second)
 
     long = asyncio.create_task(first.chat([{"role": "user", "content": document(7, 80)}]))
-    await eventually(is_busy, 30, "the request does not come to the prefill engine")
+    await eventually(partial(first.is_busy, "prefill"), 30, "the request does not come to the prefill engine")
     async with replaced(machines, "prefill"):
         # The decode engine does all of it.
         assert (await long).status == 200
@@ -210,9 +204,7 @@ async def test_prefill_engine_loses_its_power(machines: Machines) -> None:
 
 async def test_redis_is_cut_off(machines: Machines) -> None:
     first, second = machines.routers
-    conversation = Conversation()
-    await conversation.turn(first)
-    assert outcome(await conversation.turn(second))[0] == "hit"
+    conversation = await two_turns(first, second)
     with machines.network.cut_off("redis"):
         for client in (first, second, first):
             assert outcome(await conversation.turn(client)) == ("miss", "state_unavailable")

@@ -177,6 +177,19 @@ def about_of(hello: Hello) -> dict[str, Any]:
         return {}
 
 
+def ranks_fit(reader: int, holder: int, kv_heads: int | None) -> bool:
+    """Whether an engine of so many tensor-parallel ranks can read from one of so many, as vLLM's NIXL connector reads.
+
+    Args:
+        kv_heads: of the model; None if ranks do not split them.
+    """
+    fewer, more = sorted((reader, holder))
+    # Each rank of the reader reads what is its own of one rank or several. Where the holder has more ranks than
+    # the model has KV heads, several have the same, and those that are not read would wait for it.
+    is_copied = kv_heads is not None and holder > max(kv_heads, reader)
+    return fewer > 0 and more % fewer == 0 and not is_copied
+
+
 def decode(payload: bytes) -> Event:
     """The event in a message's second frame.
 
