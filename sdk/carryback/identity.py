@@ -103,6 +103,60 @@ class _State:
         return key if key is not None and self.open[key] else None
 
 
+@dataclass(frozen=True, slots=True)
+class History:
+    """A request's messages, digested: all that it takes to recognise its conversation.
+
+    Attributes:
+        chain: of each beginning of the messages, the empty one first, a digest of 16 bytes.
+        kinds: of each message one letter, what it is to a turn.
+        recent: of the newest messages, system prompts left out, each's number (from 1) and digest.
+        tools: digest of the tools; empty without any.
+        name: the id of the conversation that a framework says it is.
+        beginning: with a name, digest of how the prompt begins.
+    """
+
+    chain: list[bytes]
+    kinds: str
+    recent: list[tuple[int, bytes]]
+    tools: bytes
+    name: str
+    beginning: bytes
+
+
+def digest(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    scope: str = "",
+    group: str = "",
+    name: str = "",
+) -> History:
+    """Digest a request's messages, for `Identifier.recognise`: work that grows with their size, and needs nothing
+    else, so that another thread or process can do it. Arguments are those of `Identifier.identify`.
+    """
+    frames, kinds = _canonical(messages)
+    # Everything below hangs on the scope's own digest, so that scopes cannot meet.
+    root = last = _digest(json.dumps([scope, group, name]).encode())
+    chain = [root]
+    for frame in frames:
+        last = blake2b(last + frame, digest_size=16).digest()
+        chain.append(last)
+    recent = [
+        (at + 1, _digest(root + frames[at]))
+        for at in range(max(0, len(frames) - _TAIL - _ADDED), len(frames))
+        if kinds[at] != _SYSTEM
+    ]
+    return History(
+        chain,
+        kinds,
+        recent,
+        _digest(_dump(tools)) if tools else b"",
+        name,
+        _beginning(frames, kinds) if name else b"",
+    )
+
+
 def derived_id(*names: str) -> str:
     """The id of the conversation that a framework knows by these names, the same in every process."""
     return f"c-{uuid.uuid5(_NAMESPACE, json.dumps(names)).hex}"
@@ -151,22 +205,14 @@ class Identifier:
             name: the id of the conversation that a framework says it is (see `derived_id`). Branches
                 keep it. Prompts that begin differently get ids that derive from it.
         """
-        frames, kinds = _canonical(messages)
-        # Everything below hangs on the scope's own digest, so that scopes cannot meet.
-        root = digest = _digest(json.dumps([scope, group, name]).encode())
-        chain = [root]
-        for frame in frames:
-            digest = blake2b(digest + frame, digest_size=16).digest()
-            chain.append(digest)
-        tools_digest = _digest(_dump(tools)) if tools else b""
-        recent = [
-            (at + 1, _digest(root + frames[at]))
-            for at in range(max(0, len(frames) - _TAIL - _ADDED), len(frames))
-            if kinds[at] != _SYSTEM
-        ]
-        beginning = _beginning(frames, kinds) if name else b""
+        return self.recognise(digest(messages, tools, scope=scope, group=group, name=name))
+
+    def recognise(self, history: History) -> Identity:
+        """The same, of messages that `digest` has read already. Its cost grows with their number alone."""
         with self._lock:
-            return self._identify(chain, kinds, recent, tools_digest, name, beginning)
+            return self._identify(
+                history.chain, history.kinds, history.recent, history.tools, history.name, history.beginning
+            )
 
     def _identify(
         self,

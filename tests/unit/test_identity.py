@@ -8,8 +8,9 @@ import random
 import threading
 from typing import Any
 
+import msgspec
 import pytest
-from carryback.identity import Identifier, Identity, derived_id, turn_of
+from carryback.identity import History, Identifier, Identity, derived_id, digest, turn_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -559,3 +560,17 @@ def test_memory_of_names_is_bounded() -> None:
         identifier.identify(talk(f"ann {number}", 1), name=derived_id(str(number)))
     assert len(identifier._beginnings) <= 20
     assert len(identifier) <= 10
+
+
+def test_messages_can_be_digested_elsewhere_and_recognised_here() -> None:
+    """The work that grows with the messages needs nothing of the identifier, nor it anything of the messages."""
+    here, apart = Identifier(), Identifier()
+    for turns in (1, 2, 3):
+        one = here.identify(talk("ann", turns), [{"name": "read"}], scope="k1", group="g")
+        # As another process sends it.
+        history = digest(talk("ann", turns), [{"name": "read"}], scope="k1", group="g")
+        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(history), type=History)
+        other = apart.recognise(sent)
+        assert (other.turn, other.step, other.is_new) == (one.turn, one.step, one.is_new)
+    assert not other.is_new
+    assert apart.recognise(digest(talk("ann", 3), scope="k2", group="g")).is_new
