@@ -32,7 +32,7 @@ class Decoding:
         key: of the request.
         beginning: sends it; gives its answer, begun.
         tokens: of its prompt, for the engine's load.
-        over: called at the end, with whether the engine may have begun with it.
+        over: called at the end, with whether the engine may have begun with it: it was told to, or its wait was over.
 
     Attributes:
         visit: the request among those at the engine.
@@ -57,7 +57,7 @@ class Decoding:
         self._is_unheard = False
         self._timer: asyncio.TimerHandle | None = None
         self._end = ExitStack()
-        self._end.callback(lambda: over(not self.is_waiting))
+        self._end.callback(lambda: over(self._has_run))
         self.visit = self._end.enter_context(engine.busy(tokens))
         self._end.enter_context(step)
         self._beginning = asyncio.create_task(beginning)
@@ -67,6 +67,16 @@ class Decoding:
     def has_begun(self) -> bool:
         """Its answer has begun, or it has failed."""
         return self._beginning.done()
+
+    @property
+    def _has_run(self) -> bool:
+        if not self.is_waiting:
+            return True
+        begun = self._beginning
+        if not begun.done() or begun.cancelled() or begun.exception() is not None:
+            return False
+        answer = begun.result()
+        return answer.status < 400 and not answer.has_failed
 
     def go(self, params: Mapping[str, Any]) -> None:
         """Let it go on, with these `kv_transfer_params`."""

@@ -604,12 +604,14 @@ class Pipeline:
 
     def _admit_early(self, trip: Trip) -> Decoding | None:
         """Send a request to its decode engine while its prompt is yet to be computed, if both can do that."""
-        if not self._config.admit_early or not self.pool.of("prefill"):
+        prefills = self.pool.of("prefill")
+        if not self._config.admit_early or not prefills:
             return None
         engine = self._decode_engine(trip.holder)
         if engine is None or not (engine.takes_go and engine.is_heard):
             return None
-        wait = {"carryback_await": self._config.prefill_timeout_s}
+        # Each prefill engine may be tried, one after the other.
+        wait = {"carryback_await": self._config.prefill_timeout_s * len(prefills)}
         return self._admit(trip, engine, wait, self._estimate.tokens(trip.body.size), is_waiting=True)
 
     def _admit(

@@ -82,6 +82,21 @@ async def test_without_a_prefill_engine_it_goes_on_by_itself(serve: Serve, fault
     await service.finish()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_goes_on_by_itself_leaves_a_record(
+    serve: Serve, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = await serve()
+    publisher = service.decode.ranks[0].publisher
+    wait = publisher.told
+    monkeypatch.setattr(publisher, "told", lambda key, timeout_s: wait(key, 0.0))
+    service.prefill.fault(hop="prefill", status_delay_s=LATE_S)
+    service.decode.fault(hop="decode", held=LATE_S)
+    second = await turn(service, FIRST, stream=stream)
+    assert (await service.chat(second, "c")).reuse.outcome == "hit"
+    await service.finish()
+
+
 @pytest.mark.parametrize(
     "fault", [{"status": 500}, {"drop": "before_status"}, {"drop": "before_first_byte"}, {"status": 429}]
 )
