@@ -18,15 +18,18 @@ $(STAMP): $(wildcard requirements/*.txt) pyproject.toml
 demo: install
 	$(BIN)/python examples/demo.py $(ARGS)
 
-# Those without engines four at a time (many of them wait), then those with. Some: make test TEST_ARGS="tests/unit -x"
+# Those without engines four at a time (many of them wait), then those with. All of them run, whichever fail; the exit
+# status tells. Some: make test TEST_ARGS="tests/unit -x"
 test: install
 	scripts/test-tools.sh
 ifdef TEST_ARGS
 	$(BIN)/python -m pytest $(TEST_ARGS)
 else
-	$(BIN)/python -m pytest -n 4 tests/unit tests/clients tests/router tests/dashboard tests/deploy
-	$(BIN)/python -m pytest tests/engine
-	$(BIN)/python -m pytest tests/hosts
+	@failed=0; \
+	$(BIN)/python -m pytest -n 4 tests/unit tests/clients tests/router tests/dashboard tests/deploy || failed=1; \
+	$(BIN)/python -m pytest tests/engine || failed=1; \
+	$(BIN)/python -m pytest tests/hosts || failed=1; \
+	exit $$failed
 endif
 
 lint: install

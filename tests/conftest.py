@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 
 import pytest
@@ -20,3 +22,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not _WITH_ENGINES.isdisjoint(item.path.parents):
             item.add_marker(pytest.mark.engine)
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
+@pytest.fixture(autouse=True)
+def _same_draws(request: pytest.FixtureRequest) -> None:
+    """What a router draws at random in this process it draws in each run of a test."""
+    random.seed(request.node.nodeid)
+
+
+@pytest.fixture
+def within_a_minute() -> None:
+    """Begin early enough for the clock's minute not to end meanwhile: part of what a rate counted is then forgotten."""
+    if (left := 60 - time.time() % 60) < 15:
+        time.sleep(left)

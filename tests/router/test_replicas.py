@@ -338,6 +338,7 @@ async def test_a_chain_outlives_the_router_that_began_it(cluster: Cluster, share
     assert (conversation(second), second.reuse.outcome) == (conversation(first), "hit")
 
 
+@pytest.mark.usefixtures("within_a_minute")
 async def test_rates_are_counted_over_all_replicas(
     cluster: Cluster, shared: dict[str, Any], tmp_path: Any
 ) -> None:

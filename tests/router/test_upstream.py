@@ -112,7 +112,7 @@ async def test_a_connection_that_the_server_closed_is_not_used(start: Start) -> 
     for _ in range(3):
         assert await ask(client) == b"1"
         await until(lambda: server.open == 0, "closed")
-        await asyncio.sleep(0.02)  # the end of the connection reaches the client
+        await until(lambda: not client._idle, "the client has seen the connection's end")
     assert server.accepted == 3
 
 

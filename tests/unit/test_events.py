@@ -184,13 +184,11 @@ def test_one_router_is_heard_of_while_another_is_busy(
     with publisher(address) as engine:
         idle = subscribe(router="idle.")
         assert idle.next(events.Hello)
-        busy_until = time.monotonic() + 6 * HELLO_INTERVAL_S
         heard = 0
-        while time.monotonic() < busy_until:
+        while heard < 2:  # the test's time ends it if nothing comes
             engine.declined("busy.1", "unverified")
             time.sleep(HELLO_INTERVAL_S / 50)
             heard += idle.next(events.Hello, timeout_ms=0) is not None
-        assert heard >= 2
         assert idle.next(events.Declined, timeout_ms=0) is None
 
 
