@@ -29,6 +29,11 @@ _engines = TypeAdapter(Engines)
 MAX_LISTED = 1000
 # The resource of all paths that there are not.
 _ANY = "/{path}"
+# A part of a path that may have any characters: aiohttp's own does not match braces. Percent-encoded slashes are part
+# of it.
+_ID = "{id:[^/]+}"
+_TENANT = "{tenant:[^/]+}"
+_NAME = "{name:[^/]+}"
 
 
 class Router:
@@ -85,11 +90,13 @@ class Router:
             clients.router.add_post(path, self._refuse, **expect)
         for path in FORWARDED:
             clients.router.add_post(path, self.pipeline.pass_on, **expect)
-        clients.router.add_get("/v1/responses/{id}", self.pipeline.response, **expect)
+        clients.router.add_get("/v1/responses", self._websocket, **expect)
+        clients.router.add_get(f"/v1/responses/{_ID}", self.pipeline.response, **expect)
         clients.router.add_get("/v1/models", self._models, **expect)
         clients.router.add_get("/v1/conversations", self._list, **expect)
-        clients.router.add_get("/v1/conversations/{id}", self._get, **expect)
-        clients.router.add_delete("/v1/conversations/{id}", self._delete, **expect)
+        clients.router.add_get(f"/v1/conversations/{_ID}", self._get, **expect)
+        clients.router.add_delete(f"/v1/conversations/{_ID}", self._delete, **expect)
+        clients.router.add_get("/", self._health, **expect)
         admin = web.Application(middlewares=[self._errors, _same_origin])
         admin.router.add_get("/metrics", self._metrics, **expect)
         admin.router.add_get("/admin/engines", self._engines, **expect)
@@ -97,16 +104,17 @@ class Router:
         admin.router.add_get("/admin/costs", self._costs, **expect)
         admin.router.add_get("/admin/live", self._live, **expect)
         admin.router.add_get("/dashboard", self._dashboard, **expect)
-        admin.router.add_post("/admin/engines/{name}/drain", self._drain, **expect)
-        admin.router.add_post("/admin/engines/{name}/undrain", self._undrain, **expect)
+        admin.router.add_post(f"/admin/engines/{_NAME}/drain", self._drain, **expect)
+        admin.router.add_post(f"/admin/engines/{_NAME}/undrain", self._undrain, **expect)
         admin.router.add_post("/admin/reload", self._reload, **expect)
         admin.router.add_get("/admin/conversations", self._list_all, **expect)
-        admin.router.add_delete("/admin/conversations/{tenant}/{id}", self._delete_any, **expect)
-        admin.router.add_get("/admin/conversations/{tenant}/{id}/explain", self._explain, **expect)
+        admin.router.add_delete(f"/admin/conversations/{_TENANT}/{_ID}", self._delete_any, **expect)
+        admin.router.add_get(f"/admin/conversations/{_TENANT}/{_ID}/explain", self._explain, **expect)
         for each in (clients, admin):
             each.router.add_get("/health", self._health, **expect)
             each.router.add_get("/ready", self._ready, **expect)
             each.router.add_route("*", "/{path:.*}", self._elsewhere, **expect)
+            each.on_response_prepare.append(_without_versions)
         await self.pipeline.start()
         self.pipeline.holding.pins.shares = _shares(self.tenants)
         try:
@@ -166,8 +174,7 @@ class Router:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        endpoint = resource.canonical if resource is not None and resource.canonical != _ANY else "unknown"
+        is_counted = request.method == "POST" and request.path in ENDPOINTS  # by the pipeline
         status = 499  # the client went away
         try:
             response: web.StreamResponse = await handler(request)
@@ -192,8 +199,8 @@ class Router:
             problem = ApiError(500, "the router failed; its log says why", code="router_failed")
             response = error_response(request.path, problem, {})
         finally:
-            if request.path not in ENDPOINTS:
-                self.metrics.requests.labels(endpoint, str(status)).inc()
+            if not is_counted:
+                self.metrics.requests.labels(await _endpoint(request), str(status)).inc()
         return response
 
     async def _elsewhere(self, request: web.Request) -> web.Response:
@@ -205,6 +212,21 @@ class Router:
         raise web.HTTPMethodNotAllowed(request.method, allowed) if allowed else web.HTTPNotFound
 
     # -- for clients
+
+    async def _websocket(self, request: web.Request) -> web.Response:
+        """`GET /v1/responses`, which is how Codex asks for a websocket: only a 426 makes it send plain requests at once.
+
+        Raises:
+            ApiError: 426; 405 for a plain GET.
+        """
+        if request.headers.get("Upgrade", "").strip().lower() != "websocket":
+            raise web.HTTPMethodNotAllowed(request.method, ["POST"])
+        raise ApiError(
+            426,
+            "websockets are not served: send a plain POST to /v1/responses",
+            code="websocket_not_served",
+            headers={"Upgrade": "HTTP/1.1", "Connection": "Upgrade"},
+        )
 
     async def _refuse(self, request: web.Request) -> web.Response:
         self.tenants.of(request.headers)
@@ -336,16 +358,30 @@ class Router:
         task.add_done_callback(self._applying.discard)
 
     async def _drain(self, request: web.Request) -> web.Response:
-        return self._drained(request, self.pipeline.pool.drain(request.match_info["name"]), "draining")
+        return self._set_drained(request, True)
 
     async def _undrain(self, request: web.Request) -> web.Response:
-        return self._drained(request, self.pipeline.pool.undrain(request.match_info["name"]), "up")
+        return self._set_drained(request, False)
 
-    def _drained(self, request: web.Request, is_known: bool, state: str) -> web.Response:
-        name = request.match_info["name"]
-        if not is_known:
-            raise ApiError(404, f"no engine {name!r}", code="engine_not_found", param="name")
-        return _json({"name": name, "state": state})
+    def _set_drained(self, request: web.Request, is_drained: bool) -> web.Response:
+        name, role = request.match_info["name"], request.query.get("role")
+        engines = [
+            each for each in self.pipeline.pool.engines if each.name == name and role in (None, each.role)
+        ]
+        if not engines:
+            whose = f"{role} engine" if role is not None else "engine"
+            raise ApiError(404, f"no {whose} {name!r}", code="engine_not_found", param="name")
+        roles = {each.role for each in engines}
+        if len(roles) > 1:
+            raise ApiError(
+                409,
+                f"{name!r} is the name of a prefill and of a decode engine: add ?role=prefill or ?role=decode",
+                code="engine_ambiguous",
+                param="role",
+            )
+        for each in engines:
+            each.is_drained = is_drained
+        return _json({"name": name, "role": roles.pop(), "state": "draining" if is_drained else "up"})
 
     async def _reload(self, request: web.Request) -> web.Response:
         if not await self.reload():
@@ -396,6 +432,22 @@ async def _expect(request: web.Request) -> None:
     if request.headers["Expect"].lower() == "100-continue" and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the answer has not begun
+
+
+async def _endpoint(request: web.Request) -> str:
+    """A request's path as metrics have it, where each id is one; `unknown` if there is no such path."""
+    resource = request.match_info.route.resource
+    if resource is not None and resource.canonical != _ANY:
+        return resource.canonical
+    for each in request.app.router.resources():
+        if each.canonical != _ANY and (await each.resolve(request))[1]:
+            return each.canonical  # with another method
+    return "unknown"
+
+
+async def _without_versions(request: web.Request, response: web.StreamResponse) -> None:
+    """aiohttp would name itself and Python, with their versions."""
+    response.headers["Server"] = "carryback"
 
 
 @web.middleware

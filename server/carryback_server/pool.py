@@ -96,14 +96,6 @@ class Pool:
         found = [each for each in self._minders if each.name == name and each.role == role]
         return next((each for each in found if each.left is None), found[-1] if found else None)
 
-    def drain(self, name: str) -> bool:
-        """Place nothing new on an engine; whether there is one of this name."""
-        return self._set_drained(name, True)
-
-    def undrain(self, name: str) -> bool:
-        """Place requests on an engine again; whether there is one of this name."""
-        return self._set_drained(name, False)
-
     async def start(self) -> None:
         """Connect, probe each engine once, and wait a moment for those that are up to be heard."""
         self._context = zmq.Context()
@@ -186,12 +178,6 @@ class Pool:
         up = [each for each in peers if each.is_up]
         out = sum(each.ejection.is_out for each in up)
         return engine in up and out + 1 <= self._config.ejection_max_share * len(up)
-
-    def _set_drained(self, name: str, is_drained: bool) -> bool:
-        found = [each for each in self._minders if each.name == name]
-        for engine in found:
-            engine.is_drained = is_drained
-        return bool(found)
 
     async def _mind(self, engine: Engine) -> None:
         """Probe and hear an engine until it is done with."""

@@ -76,10 +76,10 @@ async def test_an_overloaded_holder_is_read_from_and_not_placed_on(cluster: Clus
     busy, idle = (one, two) if one.pinned else (two, one)
     busy.fault(contains="Keep busy", hop="decode", status_delay_s=1000)
     # The other one takes it first, if it can.
-    router.pipeline.pool.drain(name(idle))
+    await cluster.admin(router, "POST", f"/admin/engines/{name(idle)}/drain")
     load = asyncio.create_task(cluster.post(router, CHAT, {"messages": [user(f"Keep busy. {TEXT}")]}))
     await until(lambda: any("Keep busy" in str(each.body) for each in busy.requests))
-    router.pipeline.pool.undrain(name(idle))
+    await cluster.admin(router, "POST", f"/admin/engines/{name(idle)}/undrain")
     assert (await chat.say()).reuse.outcome == "hit"
     assert await holder(cluster, chat) == name(idle)
     assert busy.pinned == 0
@@ -188,7 +188,7 @@ async def test_a_drained_engine_gets_nothing_new_and_is_read_from(cluster: Clust
     await chat.say()
     drained = await holder(cluster, chat)
     answer = await cluster.admin(router, "POST", f"/admin/engines/{drained}/drain")
-    assert answer.json == {"name": drained, "state": "draining"}
+    assert answer.json == {"name": drained, "role": "decode", "state": "draining"}
     assert (await states(cluster, router))[drained] == "draining"
     assert (await chat.say()).reuse.outcome == "hit"
     others = [cluster.chat(router, f"other-{number}") for number in range(4)]

@@ -35,7 +35,7 @@ async def test_two_turns_over_ipv6(cluster: Cluster, caplog: pytest.LogCaptureFi
         each.url.removeprefix("http://") for each in (prefill, decode)
     }
     drained = await cluster.admin(router, "POST", f"/admin/engines/{name}/drain")
-    assert drained.json == {"name": name, "state": "draining"}
+    assert drained.json == {"name": name, "role": "decode", "state": "draining"}
     await decode.kill()
     await until(lambda: f"decode engine {name} is down" in caplog.text)
 
