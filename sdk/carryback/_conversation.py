@@ -6,7 +6,9 @@ import asyncio
 import inspect
 import uuid
 from collections.abc import Awaitable
-from contextvars import ContextVar
+from contextlib import suppress
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
@@ -19,8 +21,21 @@ class Client(Protocol):
     def _release(self, conversation: str) -> Awaitable[None] | None: ...
 
 
-# The conversations entered, innermost last. Tasks inherit it; what they enter stays theirs.
-_entered: ContextVar[tuple[Conversation, ...]] = ContextVar("carryback_conversations", default=())
+@dataclass(eq=False)
+class _Block:
+    """A block that was entered.
+
+    Attributes:
+        is_over: it was left where it was not entered: a generator that someone else closed.
+    """
+
+    conversation: Conversation
+    token: Token[tuple[_Block, ...]] = field(init=False)
+    is_over: bool = False
+
+
+# The blocks entered, innermost last. Tasks inherit it; what they enter stays theirs.
+_entered: ContextVar[tuple[_Block, ...]] = ContextVar("carryback_conversations", default=())
 
 
 class Conversation:
@@ -28,7 +43,8 @@ class Conversation:
 
     Blocks nest, and reach the asyncio tasks started inside them (`asyncio.to_thread` too; a plain
     `threading.Thread` starts outside). The same object, or another of the same id, may be entered
-    again for a later turn.
+    again for a later turn. A `yield` inside a block leaves it open for whoever iterates, until the
+    generator goes on or is closed.
 
     Args:
         id: 1 to 256 printable ASCII characters; made if not given.
@@ -45,21 +61,36 @@ class Conversation:
         self.parent = None if parent is None else wire.check_id(parent, "parent")
         self.turn = None if turn is None else wire.check_id(turn, "turn")
         self._clients: dict[object, Client] = {}
+        self._blocks: list[_Block] = []  # that are open
 
     def __repr__(self) -> str:
         return f"conversation({self.id!r}, parent={self.parent!r})"
 
     def __enter__(self) -> Conversation:
-        entered = _entered.get()
-        if self.parent is None and entered and entered[-1].id != self.id:
-            self.parent = entered[-1].id
-        _entered.set((*entered, self))
+        around = _open()
+        if self.parent is None and around and around[-1].conversation.id != self.id:
+            self.parent = around[-1].conversation.id
+        block = _Block(self)
+        block.token = _entered.set((*around, block))
+        self._blocks.append(block)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _entered.set(_entered.get()[:-1])
+        entered = _open()
+        here = (each for each in reversed(entered) if each.conversation is self)
+        block = next(here, None) or next(reversed(self._blocks), None)
+        if block is None:
+            return
+        with suppress(ValueError):
+            self._blocks.remove(block)
+        try:
+            _entered.reset(block.token)  # only to learn whether it was entered in this context
+        except ValueError:
+            block.is_over = True
+        else:
+            _entered.set(tuple(each for each in entered if each is not block))
 
     async def __aenter__(self) -> Conversation:
         return self.__enter__()
@@ -100,5 +131,9 @@ class Conversation:
 
 def current() -> Conversation | None:
     """The innermost conversation whose block this is."""
-    entered = _entered.get()
-    return entered[-1] if entered else None
+    entered = _open()
+    return entered[-1].conversation if entered else None
+
+
+def _open() -> tuple[_Block, ...]:
+    return tuple(block for block in _entered.get() if not block.is_over)
