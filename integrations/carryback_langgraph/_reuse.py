@@ -20,8 +20,8 @@ def reuse(message: BaseMessage) -> LastReuse | None:
     response headers, if the model has `include_response_headers=True`.
     """
     said: Any = message.response_metadata.get(KEY)
-    if isinstance(said, dict):
-        return LastReuse(**{name: value for name, value in said.items() if name in _FIELDS})
+    if isinstance(said, dict) and said.keys() >= _FIELDS:
+        return LastReuse(**{name: said[name] for name in _FIELDS})
     headers: Any = message.response_metadata.get("headers")
     return carryback.reuse(headers) if isinstance(headers, dict) else None
 

@@ -63,9 +63,17 @@ def reuse(response: _HasHeaders | Mapping[str, str]) -> LastReuse | None:
         return None
     return replace(
         parsed,
-        conversation=lower.get(wire.CARRYBACK_CONVERSATION.lower(), ""),
-        turn=lower.get(wire.CARRYBACK_TURN.lower(), ""),
+        conversation=_id(lower, wire.CARRYBACK_CONVERSATION),
+        turn=_id(lower, wire.CARRYBACK_TURN),
     )
+
+
+def _id(lower: Mapping[str, str], name: str) -> str:
+    """An id of a response; empty if what the server sent is none."""
+    try:
+        return wire.check_id(lower.get(name.lower(), ""), name)
+    except ValueError:
+        return ""
 
 
 def set_last(value: LastReuse | None) -> None:

@@ -400,7 +400,7 @@ class Responses(Endpoint):
     def error_event(self, error: ApiError, tail: bytes = b"") -> bytes:
         """See `Endpoint.error_event`. Flat, as documented, and with `error`, which the official client raises."""
         # Not what a model says: its quotes have a backslash.
-        numbers = re.findall(rb'"sequence_number"\s*:\s*(\d+)', tail)
+        numbers = re.findall(rb'"sequence_number"\s*:\s*(\d{1,18})(?!\d)', tail)
         fields: dict[str, Any] = msgspec.json.decode(error.body())
         event = {
             "type": "error",

@@ -372,6 +372,12 @@ def test_an_error_of_a_response_counts_on() -> None:
     }  # fmt: skip
 
 
+def test_a_stream_that_broke_off_within_an_endless_number_ends_with_an_error() -> None:
+    tail = b'data: {"sequence_number": 7}\n\ndata: {"sequence_number": ' + b"9" * 16_000
+    event = json.loads(RESPONSES.error_event(LOST, tail).split(b"data: ")[-1])
+    assert event["sequence_number"] == 8
+
+
 @pytest.mark.parametrize(
     ("status", "kind"),
     [

@@ -49,6 +49,38 @@ def test_what_is_no_reuse_header_is_refused(header: str) -> None:
         wire.Reuse.parse(header)
 
 
+@pytest.mark.parametrize("field", ["tokens", "recomputed", "cached"])
+@pytest.mark.parametrize("count", ["-1", "+1", "1_000", "1e3", "1.0", "\u0661", "1" * 11, "9" * 900, ""])
+def test_counts_of_a_reuse_header_are_whole_numbers_in_range(field: str, count: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        wire.Reuse.parse(f"hit; {field}={count}")
+
+
+@pytest.mark.parametrize("reason", ["two words", "a\x1b[31m", "x" * 65, "\u00e9"])
+def test_the_reason_of_a_reuse_header_is_a_word(reason: str) -> None:
+    with pytest.raises(ValueError, match="reason"):
+        wire.Reuse.parse(f"hit; tokens=1; reason={reason}")
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "hit" + " " * 500_000 + "x",
+        "hit" + ";" * 500_000,
+        "hit; tokens=" + "9" * 500_000,
+        "hit; reason=" + "a" * 500_000,
+        " " * 500_000,
+        "hit" + "; tokens = 1" * 50_000,
+    ],
+    ids=lambda value: f"{value[:12]}...",
+)
+def test_a_hostile_reuse_header_is_refused_unread(hostile: str) -> None:
+    # Read with the first version's expression, the first of them takes minutes, which the test's own limit ends.
+    with pytest.raises(ValueError, match=r".") as refused:
+        wire.Reuse.parse(hostile)
+    assert len(str(refused.value)) < 300
+
+
 @pytest.mark.parametrize("good", ["a", "x" * 256, "thread 7/a", "~!%:;,"])
 def test_good_ids(good: str) -> None:
     assert wire.check_id(good, "X-Turn-ID") == good

@@ -7,8 +7,9 @@ library; the engine events, which need msgspec, are in `carryback.wire.events`.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 # Sent by the client. Plain headers, so that any OpenAI-compatible server accepts the request.
 CONVERSATION_ID = "X-Conversation-ID"
@@ -65,7 +66,12 @@ def check_id(value: str, name: str) -> str:
 
 Outcome = Literal["hit", "partial", "miss"]
 
-_REUSE = re.compile(r"\s*(hit|partial|miss)\s*((?:;[^;]*)*)\s*")
+_OUTCOMES = get_args(Outcome)
+_REASON = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+# No prompt is that long: ten digits.
+_MAX_TOKENS_DIGITS = 10
+# A value of ours has about 100 characters, and may get more parameters.
+_MAX_REUSE_LENGTH = 1024
 
 
 @dataclass(frozen=True)
@@ -120,16 +126,27 @@ class Reuse:
         Raises:
             ValueError: the value is not of the header's form.
         """
-        match = _REUSE.fullmatch(header)
-        if match is None:
-            raise ValueError(f"not a {CARRYBACK_REUSE} value: {header!r}")
+        outcome, *parameters = header[: _MAX_REUSE_LENGTH + 1].split(";")
+        outcome = outcome.strip()
+        if len(header) > _MAX_REUSE_LENGTH or outcome not in _OUTCOMES:
+            raise ValueError(f"not a {CARRYBACK_REUSE} value: {header[:100]!r}")
         fields = {
-            name.strip(): value.strip() for name, _, value in (p.partition("=") for p in match[2].split(";"))
+            name.strip(): value.strip() for name, _, value in (each.partition("=") for each in parameters)
         }
+        reason = fields.get("reason", "")
+        if reason and not _REASON.fullmatch(reason):
+            raise ValueError(f"{CARRYBACK_REUSE}: reason is no word: {reason[:100]!r}")
         return cls(
-            outcome=match[1],  # type: ignore[arg-type]
-            tokens=int(fields.get("tokens", 0)),
-            reason=fields.get("reason", ""),
-            recomputed=int(fields.get("recomputed", 0)),
-            cached=int(fields.get("cached", 0)),
+            outcome=outcome,  # type: ignore[arg-type]
+            tokens=_count(fields, "tokens"),
+            reason=reason,
+            recomputed=_count(fields, "recomputed"),
+            cached=_count(fields, "cached"),
         )
+
+
+def _count(fields: Mapping[str, str], name: str) -> int:
+    value = fields.get(name, "0")
+    if not (value.isascii() and value.isdigit() and len(value) <= _MAX_TOKENS_DIGITS):
+        raise ValueError(f"{CARRYBACK_REUSE}: {name} is no number of tokens: {value[:100]!r}")
+    return int(value)
