@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from agents import ModelSettings, TResponseInputItem
 from agents.tracing import AgentSpanData, TurnSpanData, get_current_span
 from carryback import wire
 from carryback._body import named_by
+from carryback._fork import Lock
 from openai import AsyncOpenAI
 
 try:
@@ -72,7 +72,7 @@ class Call:
 _current: ContextVar[Call | None] = ContextVar("carryback_agents_call", default=None)
 
 _runs: weakref.WeakKeyDictionary[object, Run] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def begin(agent: str) -> Call:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from typing import TypeVar
+
+from carryback._fork import Lock
 
 from carryback_langgraph._names import Place
 
@@ -16,7 +17,7 @@ class Lineage:
     """Remembers who asked last in each graph, and the parents of conversations. Bounded; safe to share."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._latest: OrderedDict[tuple[str, ...], str] = OrderedDict()
         self._parents: OrderedDict[str, str] = OrderedDict()
 

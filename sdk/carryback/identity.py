@@ -18,13 +18,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
+
+from carryback._fork import Lock
 
 # An edited or trimmed history is recognised by the newest messages that were known: this many must
 # be there unchanged, and an assistant's among the history.
@@ -169,14 +170,14 @@ class Identifier:
     back after that starts anew.
 
     Args:
-        capacity: states to remember; every request leaves one.
+        capacity: states to remember; every request leaves one, of up to 1.5 KB. A router has a setting of its own.
     """
 
-    def __init__(self, capacity: int = 100_000) -> None:
+    def __init__(self, capacity: int = 5_000) -> None:
         if capacity < 1:
             raise ValueError("capacity must be at least 1")
         self.capacity = capacity
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._states: OrderedDict[bytes, _State] = OrderedDict()
         self._tails: dict[bytes, bytes] = {}  # key of a state's newest messages -> its digest
         self._beginnings: OrderedDict[bytes, str] = OrderedDict()  # of what goes by a name -> its id
@@ -209,7 +210,9 @@ class Identifier:
 
     def recognise(self, history: History) -> Identity:
         """The same, of messages that `digest` has read already. Its cost grows with their number alone."""
-        with self._lock:
+        with self._lock as is_whole:
+            if not is_whole:
+                self._forget()
             return self._identify(
                 history.chain, history.kinds, history.recent, history.tools, history.name, history.beginning
             )
@@ -348,6 +351,10 @@ class Identifier:
         self._states.move_to_end(digest)
         while len(self._states) > self.capacity:
             self._forget_tail(*self._states.popitem(last=False))
+
+    def _forget(self) -> None:
+        for memory in (self._states, self._tails, self._beginnings):
+            memory.clear()
 
     def _forget_tail(self, digest: bytes, state: _State) -> None:
         if state.tail:

@@ -12,7 +12,7 @@ from typing import Any
 import carryback
 import openai
 import pytest
-from carryback import wire
+from carryback import _headers, wire
 from fake_server import FakeServer
 from pydantic import BaseModel
 
@@ -331,6 +331,18 @@ def test_copies_share_what_they_know_and_clients_do_not(server: FakeServer) -> N
     assert other.value(wire.CONVERSATION_PARENT) is None
 
 
+def test_a_client_remembers_a_bounded_number_of_histories(server: FakeServer) -> None:
+    client = sync_client(server)
+    assert client._identifier.capacity == 5_000
+    assert _headers._shared.capacity == 5_000
+    plain(client, HI)
+    for number in range(5_000):
+        client._identifier.identify([{"role": "user", "content": f"another {number}"}])
+    plain(client, grown(HI, "more"))
+    assert len(client._identifier) == 5_000
+    assert server.requests[0].conversation != server.last.conversation, "the oldest was forgotten"
+
+
 def test_retries_keep_the_ids(server: FakeServer) -> None:
     server.failures = [500, 503]
     client = sync_client(server)
@@ -641,7 +653,7 @@ def test_a_failed_request_has_no_reuse(server: FakeServer) -> None:
     assert carryback.last_reuse() is None
 
 
-@pytest.mark.parametrize("header", [None, "nonsense", "hit; tokens=many"])
+@pytest.mark.parametrize("header", [None, "nonsense", "hit; tokens=many", "hit" + " " * 7000 + "x"])
 def test_no_reuse_header_or_one_that_is_not_ours(server: FakeServer, header: str | None) -> None:
     server.reuse = header
     assert plain(sync_client(server), HI) == "Hello."
