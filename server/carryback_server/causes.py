@@ -123,6 +123,10 @@ REASONS = {
         "The prefill engine could not read it from the decode engine, and computed it instead.",
         "See the prefill engine's log for NIXL's error, and the network between the engines.",
     ),
+    "plugin_failed": Reason(
+        "The plug-in of the prefill engine failed, which is a fault of carryback; the engine computed instead.",
+        "The prefill engine's log has the traceback: please report it.",
+    ),
     "window_gone": Reason(
         "The prompt left what was held before its end, and the model's sliding windows there need KV that the "
         "decode engine had let go of.",

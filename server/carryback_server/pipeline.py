@@ -46,7 +46,7 @@ logger = logging.getLogger("carryback")
 # Not what the client's own key is about.
 KEY_REFUSED = dict.fromkeys((401, 403), "it does not take the router's key (engine_api_key)")
 # A prefill engine that answers so has not told the decode engine to let go.
-_NOT_TAKEN = ("unverified", "layouts_differ", "no_plugin", "load_failed")
+_NOT_TAKEN = ("unverified", "layouts_differ", "no_plugin", "load_failed", "plugin_failed")
 
 
 @dataclass

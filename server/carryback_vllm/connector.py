@@ -60,13 +60,18 @@ from vllm.v1.request import RequestStatus
 from carryback_vllm.about import about_engine
 from carryback_vllm.cpu import calm_new_threads
 from carryback_vllm.events import KEY_VARIABLE, Publisher
+from carryback_vllm.guard import Guard
 from carryback_vllm.line import PATIENCE_S, Line
 from carryback_vllm.seal import VERSION, Sealer, sealed_as
 from carryback_vllm.version import check_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, ReqMeta
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+        NixlConnectorMetadata,
+        RemoteMeta,
+        ReqMeta,
+    )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -86,6 +91,8 @@ MAX_SPENT = 100_000
 LEASE_MARGIN_S = 1.0
 # The share of its KV blocks that a decode engine holds for absent readers at most.
 MAX_PINNED = 0.9
+# Why nothing was reused, after a fault of the plug-in's own.
+FAULT = "plugin_failed"
 
 
 class CarrybackConnector(NixlPullConnector):
@@ -171,10 +178,15 @@ class _RemoteStats(PrefillStats):
 
 
 class CarrybackScheduler(NixlPullConnectorScheduler):
-    """The scheduler's side: seals, verifies, decides retention, publishes."""
+    """The scheduler's side: seals, verifies, decides retention, publishes.
+
+    vLLM calls the hooks from its engine core, which ends with any exception. So in each hook our own code runs in
+    `self._guarded`: after a fault of ours a request reads nothing and nothing of it is held.
+    """
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._guarded = Guard()
         self._sealer = Sealer.from_environment()
         # As the engine resolves it; only from 0.32 on it is in `kv_cache_config`, too.
         _, self._hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -235,8 +247,9 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             logger.warning("carryback: no KV is read back from decode to prefill: %s", self._cannot_cut)
 
     def shutdown(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
+        with self._guarded():
+            if self._publisher is not None:
+                self._publisher.close()
         super().shutdown()
 
     # -- a request arrives
@@ -244,45 +257,58 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params
         if params is not None:
-            if isinstance(record := params.pop("carryback_record", None), dict):
-                params.update({**record, **params})
-            self._release(params.pop("carryback_release", ()))
-            wait_s = params.pop("carryback_await", None)
-            if isinstance(wait_s, int | float) and self._publisher is not None:
-                self._waiting[request.request_id] = time.perf_counter() + wait_s
-            refused = ""
-            if not self._sealer.is_authentic(params):
-                if (version := sealed_as(params)) != str(VERSION):
-                    logger.warning_once(
-                        "carryback: a record was sealed as version %s, and this is %d: engines of releases of "
-                        "carryback that do not verify each other's records compute every prompt",
-                        version,
-                        VERSION,
-                    )
-                refused = "unverified"
-            elif not self._ranks_fit(params.get("tp_size"), params.get("pp_size")):
-                refused = "layouts_differ"
-            if refused:
-                if params.get("do_remote_prefill") and params.get("remote_block_ids"):
-                    self._declined(params, refused)
-                _forget_remote(params, refused)
-            elif params.get("do_remote_decode") and params.get("remote_block_ids"):
-                self._offer(request, params)
-            # Stock code takes any `do_remote_prefill` for a promise of blocks.
-            if params.get("do_remote_prefill") and not params.get("remote_block_ids"):
-                params["do_remote_prefill"] = False
-            if self._is_ordered and params.get("do_remote_decode"):
-                self._line.join(
-                    request.request_id,
-                    request,
-                    request.num_prompt_tokens - self._readable(request, params),
-                    time.perf_counter(),
-                    request.priority,
-                )
-            cached = params.get("remote_prefill_cached_tokens")
-            if params.get("do_remote_prefill") and isinstance(cached, int):
-                request.prefill_stats = _RemoteStats(cached)
+            with self._guarded(lambda: self._compute(request)):
+                self._take_in(request, params)
         super().on_new_request(request)
+
+    def _take_in(self, request: Request, params: dict[str, Any]) -> None:
+        """Verify what a request came with, and take out what stock code must not act on."""
+        if isinstance(record := params.pop("carryback_record", None), dict):
+            params.update({**record, **params})
+        self._release(params.pop("carryback_release", ()))
+        wait_s = params.pop("carryback_await", None)
+        if isinstance(wait_s, int | float) and self._publisher is not None:
+            self._waiting[request.request_id] = time.perf_counter() + wait_s
+        refused = ""
+        if not self._sealer.is_authentic(params):
+            if (version := sealed_as(params)) != str(VERSION):
+                logger.warning_once(
+                    "carryback: a record was sealed as version %s, and this is %d: engines of releases of "
+                    "carryback that do not verify each other's records compute every prompt",
+                    version,
+                    VERSION,
+                )
+            refused = "unverified"
+        elif not self._ranks_fit(params.get("tp_size"), params.get("pp_size")):
+            refused = "layouts_differ"
+        if refused:
+            if params.get("do_remote_prefill") and params.get("remote_block_ids"):
+                self._declined(params, refused)
+            _forget_remote(params, refused)
+        elif params.get("do_remote_decode") and params.get("remote_block_ids"):
+            self._offer(request, params)
+        # Stock code takes any `do_remote_prefill` for a promise of blocks.
+        if params.get("do_remote_prefill") and not params.get("remote_block_ids"):
+            params["do_remote_prefill"] = False
+        if self._is_ordered and params.get("do_remote_decode"):
+            self._line.join(
+                request.request_id,
+                request,
+                request.num_prompt_tokens - self._readable(request, params),
+                time.perf_counter(),
+                request.priority,
+            )
+        cached = params.get("remote_prefill_cached_tokens")
+        if params.get("do_remote_prefill") and isinstance(cached, int):
+            request.prefill_stats = _RemoteStats(cached)
+
+    def _compute(self, request: Request) -> None:
+        """After a fault of ours: the request reads nothing, waits for nobody, and is computed."""
+        self._matches[request.request_id] = _Match(reason=FAULT)
+        self._waiting.pop(request.request_id, None)
+        _forget_remote(request.kv_transfer_params, FAULT)
+        request.kv_transfer_params["do_remote_prefill"] = False
+        self._leave_line(request.request_id)
 
     def _ranks_fit(self, holders: object, stages: object) -> bool:
         """Whether this engine's ranks can read from so many tensor- and pipeline-parallel ones. Stock code finds out
@@ -361,19 +387,21 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         params = request.kv_transfer_params
         if params is None:
             return 0, False
-        if not self._is_next(request, num_computed_tokens):
-            return None, False  # vLLM asks again in its next step, and goes on to who comes behind
-        if request.request_id in self._waiting and not self._may_go_on(request, params):
-            return None, False
-        match = self._matches.get(request.request_id)
-        if match is None:
-            match = self._matches[request.request_id] = self._match(request, params)
-        match.cached_tokens = num_computed_tokens
-        if match.blocks == 0 or params.get("_remote_blocks_processed"):
+        match: _Match | None = None
+        with self._guarded(lambda: self._compute(request)):
+            if not self._is_next(request, num_computed_tokens):
+                return None, False  # vLLM asks again in its next step, and goes on to who comes behind
+            if request.request_id in self._waiting and not self._may_go_on(request, params):
+                return None, False
+            match = self._matches.get(request.request_id)
+            if match is None:
+                match = self._matches[request.request_id] = self._match(request, params)
+            match.cached_tokens = num_computed_tokens
+            self.kv_recompute_threshold = self._threshold_of(params)
+        if match is None or match.blocks == 0 or params.get("_remote_blocks_processed"):
             # Nothing to read; or it was read before, and the request came back after a preemption or a
             # failed load: the record is spent.
             return 0, False
-        self.kv_recompute_threshold = self._threshold_of(params)
         count, load_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if count == 0 and params.get("do_remote_decode"):
             local = num_computed_tokens >= match.blocks * self._hash_block_size
@@ -479,54 +507,87 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if params is None:
             return
-        if not (first and num_external_tokens):
-            self._leave_line(request.request_id)  # else it reads first, and keeps its place
         # Stock code tracks requests that come with a transfer; we may hold any request's blocks, and
         # the worker never lets go of blocks that it does not track.
         self._reqs_in_batch.add(request.request_id)
+        with self._guarded():
+            self._given_blocks(request, num_external_tokens, is_first=first)
+
+    def _given_blocks(self, request: Request, external_tokens: int, *, is_first: bool) -> None:
+        is_read = is_first and external_tokens > 0
+        if not is_read:
+            self._leave_line(request.request_id)  # else it reads first, and keeps its place
         if (match := self._matches.get(request.request_id)) is None:
             return
         now = time.perf_counter()
-        if first:
-            match.read_tokens = num_external_tokens
-        if first and num_external_tokens:
+        if is_first:
+            match.read_tokens = external_tokens
+        if is_read:
             match.allocated = now
         else:
             match.began, match.scheduled = now, self._scheduled
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> NixlConnectorMetadata:
-        self._scheduled += scheduler_output.total_num_scheduled_tokens
-        self._line.look_again()
+        with self._guarded():
+            self._scheduled += scheduler_output.total_num_scheduled_tokens
+            self._line.look_again()
         return super().build_connector_meta(scheduler_output)
 
     # -- progress reported by the workers
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
-        for request_id in connector_output.failed_recving or ():
+        failed, received = connector_output.failed_recving or (), connector_output.finished_recving or ()
+        with self._guarded():
+            self._reads_ended(failed, received)
+        for request_id in connector_output.finished_sending or ():
+            with self._guarded():
+                self._unpin(request_id)
+
+    def _reads_ended(self, failed: Iterable[str], received: Iterable[str]) -> None:
+        now = time.perf_counter()
+        for request_id in failed:
             if (match := self._matches.get(request_id)) is not None:
                 match.read_tokens, match.whole, match.reason = 0, False, "load_failed"
-        now = time.perf_counter()
-        for request_ids in (connector_output.finished_recving, connector_output.failed_recving):
-            self._loaded.update(request_id for request_id in request_ids or () if request_id in self._line)
-        for request_id in connector_output.finished_recving or ():
+        self._loaded.update(request_id for request_id in (*received, *failed) if request_id in self._line)
+        for request_id in received:
             if (match := self._matches.get(request_id)) is not None and match.read_tokens:
                 match.read_s = now - match.allocated
-        for request_id in connector_output.finished_sending or ():
-            self._unpin(request_id)
 
     # -- a request is finished
 
     def request_finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        params = request.kv_transfer_params
         match = self._matches.pop(request.request_id, None)
+        with self._guarded():
+            self._leave(request, params)
+        status = request.status
+        with self._guarded():
+            if _may_have_stopped(request):
+                request.status = RequestStatus.FINISHED_STOPPED
+        try:
+            hold, record = super().request_finished(request, block_ids)
+        finally:
+            request.status = status
+        if params is None or record is None:
+            return hold, record
+        kept: tuple[bool, dict[str, Any] | None] = False, None
+        if params.get("do_remote_decode"):
+            kept = False, {"carryback_reuse": _report(request, _Match(reason=FAULT))}
+        with self._guarded(lambda: self._let_go(request, params)):
+            kept = self._keep(request, params, block_ids, hold, record, match)
+        return kept
+
+    def _leave(self, request: Request, params: dict[str, Any] | None) -> None:
+        """Forget a request that has ended; tell the holder of what it never came to read."""
         self._waiting.pop(request.request_id, None)
         self._leave_line(request.request_id)
-        params = request.kv_transfer_params
-        if params is not None and (record_id := params.pop("_carryback_reads", None)):
-            del self._readers[record_id]
+        if params is None:
+            return
+        if (record_id := params.pop("_carryback_reads", None)) is not None:
+            self._readers.pop(record_id, None)
         if (
-            params is not None
-            and params.get("do_remote_decode")
+            params.get("do_remote_decode")
             and params.get("remote_block_ids")
             and not params.get("_remote_blocks_processed")
         ):
@@ -534,13 +595,39 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             # empty read, as stock code does in the other direction.
             self._reqs_need_recv[request.request_id] = (request, [], (), False)
             params["_remote_blocks_processed"] = True
-        status = request.status
-        if _may_have_stopped(request):
-            request.status = RequestStatus.FINISHED_STOPPED
-        hold, record = super().request_finished(request, block_ids)
-        request.status = status
-        if params is None or record is None:
-            return hold, record
+
+    def _let_go(self, request: Request, params: dict[str, Any]) -> None:
+        """After a fault of ours: the scheduler frees a finished request's blocks at once, and no router waits for them."""
+        self._reqs_need_send.pop(request.request_id, None)
+        self._reqs_not_processed.add(request.request_id)
+        self._unpin(request.request_id)
+        key = params.get("carryback_key")
+        if not params.get("do_remote_decode") and isinstance(key, str) and self._publisher is not None:
+            self._publisher.held(
+                key,
+                request.request_id,
+                tokens=0,
+                blocks=0,
+                hold_s=0.0,
+                record=b"",
+                digests=b"",
+                generated=request.num_output_tokens,
+            )
+
+    def _keep(
+        self,
+        request: Request,
+        params: dict[str, Any],
+        block_ids: BlockIds,
+        hold: bool,
+        record: dict[str, Any],
+        match: _Match | None,
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Decide how long a finished request's blocks are held, seal the record of them, and announce it.
+
+        Returns:
+            Whether they are held, and the answer's `kv_transfer_params`.
+        """
         is_prefill = bool(params.get("do_remote_decode"))
         hold_s = params.get("hold_s")
         if not isinstance(hold_s, int | float) or not math.isfinite(hold_s):
@@ -685,13 +772,17 @@ class CarrybackWorker(NixlPullConnectorWorker):
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         assert vllm_config.kv_transfer_config is not None
+        self._guarded = Guard()
         self._is_prefill = vllm_config.kv_transfer_config.kv_role == "kv_producer"
         self._beats: dict[str, list[float]] = {}
 
     def _send_heartbeats(self, metadata: NixlConnectorMetadata) -> None:
         super()._send_heartbeats(metadata)
-        if not metadata.heartbeat_by_engine:
-            return
+        if metadata.heartbeat_by_engine:
+            with self._guarded():
+                self._remember_beats(metadata)
+
+    def _remember_beats(self, metadata: NixlConnectorMetadata) -> None:
         now = time.perf_counter()
         beats: dict[str, list[float]] = {}
         for engine_id, info in metadata.heartbeat_by_engine.items():
@@ -704,15 +795,22 @@ class CarrybackWorker(NixlPullConnectorWorker):
     def _cleanup_remote_engines(self) -> None:
         # NIXL refuses all reads from an engine to which a connection broke, for ever, and says that it knows it
         # well, which is what stock code asks. (vLLM before 0.32 has no such connecting again.)
-        for engine_id in getattr(self, "_failed_remote_engines", set()) & self._remote_agents.keys():
-            if engine_id not in self._invalid_remote_engines:
-                self._mark_remote_engine_invalid(engine_id, time.perf_counter())
+        with self._guarded():
+            for engine_id in getattr(self, "_failed_remote_engines", set()) & self._remote_agents.keys():
+                if engine_id not in self._invalid_remote_engines:
+                    self._mark_remote_engine_invalid(engine_id, time.perf_counter())
         super()._cleanup_remote_engines()
 
     def _is_turn2_read_expired(self, meta: ReqMeta) -> bool:
         remote = meta.remote
         if self._is_prefill or remote is None or remote.blocks_expiry_time is None:
             return super()._is_turn2_read_expired(meta)
+        is_late = True
+        with self._guarded():
+            is_late = self._is_lease_over(remote)
+        return is_late
+
+    def _is_lease_over(self, remote: RemoteMeta) -> bool:
         deadline = remote.blocks_expiry_time - self._engine_clock_offset[remote.engine_id]
         for beat in self._beats.get(remote.request_id, ()):
             if beat + LEASE_MARGIN_S < deadline:

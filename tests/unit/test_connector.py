@@ -218,6 +218,15 @@ def prompt(blocks: int, seed: int = 1, shared: int = 0) -> list[int]:
     return [2] * shared * BLOCK + [10 + seed] * ((blocks - shared) * BLOCK) + [1]
 
 
+def record_of(held: events.Held, **changed: Any) -> dict[str, Any]:
+    """The record of what is held, as a prefill engine gets it; sealed with what was changed."""
+    record: dict[str, Any] = json.loads(held.record)
+    seal = record.pop("carryback")
+    record |= {"do_remote_decode": True, "do_remote_prefill": False, **changed}
+    Sealer(b"k").seal(record, digests=held.digests, tail=seal["tail"], block_size=BLOCK)
+    return record
+
+
 def test_an_engine_that_holds_nothing_says_so(start: Callable[..., Engine]) -> None:
     hello = start().next(events.Hello)
     assert (hello.pinned, hello.capacity) == (0, CAPACITY)
@@ -418,11 +427,7 @@ def test_layouts_that_cannot_be_cut_are_not_held(
 def test_ranks_that_do_not_fit_are_not_read(
     start: Callable[..., Engine], ranks: dict[str, int], is_read: bool
 ) -> None:
-    held = start().hold(prompt(4))
-    record = json.loads(held.record)
-    seal = record.pop("carryback")
-    record |= {"do_remote_decode": True, "do_remote_prefill": False, **ranks}
-    Sealer(b"k").seal(record, digests=held.digests, tail=seal["tail"], block_size=BLOCK)
+    record = record_of(start().hold(prompt(4)), **ranks)
     prefill = start("kv_producer", rank=1)
     request = prefill.add(prompt(4), 1, carryback_key="key", carryback_tell=True, **record)
     prefill.step()
@@ -483,3 +488,97 @@ def test_nobody_waits_for_who_was_broken_off(start: Callable[..., Engine]) -> No
 def test_a_patience_that_is_none_is_refused(start: Callable[..., Engine], patience_s: object) -> None:
     with pytest.raises(RuntimeError, match="carryback_patience_s"):
         start("kv_producer", carryback_patience_s=patience_s)
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("a fault of the plug-in")
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["_take_in", "_is_next", "_match", "_given_blocks", "_reads_ended", "_leave", "_keep", "_pin", "_unpin"],
+)
+def test_a_fault_of_ours_ends_no_decode_engine(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, piece: str
+) -> None:
+    engine = start()
+    ours = engine.scheduler.connector.connector_scheduler
+    older = engine.hold(prompt(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(ours, piece, broken)
+        held = engine.hold(prompt(4, seed=2))
+        engine.read(older.request)
+        engine.read(held.request)
+    assert engine.used == 0
+    # Where what is to be held is decided or sealed, nothing is held, and the router hears so.
+    assert (held.blocks == 0) == (piece in ("_keep", "_pin"))
+    assert ours._guarded.failures > 0 or piece == "_match"  # a request with nothing to read needs none
+    engine.read(engine.hold(prompt(4, seed=3)).request)
+    assert engine.used == 0
+
+
+@pytest.mark.parametrize(
+    "piece", ["_take_in", "_is_next", "_match", "_offer", "_cut", "_readable", "_ranks_fit"]
+)
+def test_a_fault_of_ours_makes_a_prefill_engine_compute(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, piece: str
+) -> None:
+    held = start().hold(prompt(4))
+    prefill = start("kv_producer", rank=1)
+    ours = prefill.scheduler.connector.connector_scheduler
+    with monkeypatch.context() as patch:
+        patch.setattr(ours, piece, broken)
+        request = prefill.add(prompt(4), 1, carryback_key="key", carryback_tell=True, **record_of(held))
+        told = prefill.next(events.Prefilled, step=True)
+    assert request.is_finished()
+    reuse = json.loads(told.params)["carryback_reuse"]
+    assert (reuse["outcome"], reuse["tokens"], reuse["reason"]) == ("miss", 0, "plugin_failed")
+    assert ours._guarded.failures > 0
+    # Its own record is good: a decode engine can read what was computed.
+    assert json.loads(told.params)["remote_num_tokens"] == len(prompt(4))
+
+
+@pytest.mark.parametrize("piece", ["_keep", "_pin"])
+def test_a_prefill_engine_that_cannot_seal_holds_nothing(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, piece: str
+) -> None:
+    engine = start("kv_producer")
+    monkeypatch.setattr(engine.scheduler.connector.connector_scheduler, piece, broken)
+    request = engine.add(prompt(4), 1, do_remote_decode=True)
+    engine.step()
+    assert request.is_finished()
+    assert engine.used == 0
+
+
+def test_a_request_that_waits_goes_on_after_a_fault_of_ours(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start()
+    ours = engine.scheduler.connector.connector_scheduler
+    request = engine.add(prompt(4), 1, carryback_key="key", carryback_await=600)
+    engine.step()
+    assert not request.is_finished()
+    monkeypatch.setattr(ours, "_may_go_on", broken)
+    engine.step()
+    assert request.is_finished()
+    assert not ours._waiting
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"_carryback_reads": "nobody's"},
+        {"carryback_await": "long"},
+        {"hold_s": "long", "carryback_release": 7},
+        {"carryback_record": {"_carryback_reads": ["unhashable"], "carryback": {"mac": "x", "v": {}}}},
+        {"carryback_release": {"a": 1}, "carryback_threshold": "many", "carryback_key": 7},
+        {"remote_block_ids": [[1]], "do_remote_prefill": True, "remote_engine_id": {}},
+    ],
+)
+def test_what_a_request_may_come_with(start: Callable[..., Engine], params: dict[str, Any]) -> None:
+    """The engine answers it, and nothing of it stays there for ever."""
+    engine = start()
+    engine.run(prompt(4), **params)
+    held = engine.hold(prompt(4, seed=2))
+    engine.read(held.request)
+    assert engine.released().reason == "read"

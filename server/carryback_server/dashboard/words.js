@@ -78,6 +78,7 @@ const REASONS = {
   prompt_logprobs: "prompt_logprobs or echo was asked for",
   prompt_embeds: "the prompt is embeddings",
   load_failed: "the read failed, and prefill computed instead",
+  plugin_failed: "a fault of the prefill engine's plug-in",
   window_gone: "changed before its end, where sliding windows need KV that is gone",
   layouts_differ: "the engines' block sizes or KV cache groups differ",
   unsupported_layout: "the model's KV cannot be cut at a block",
