@@ -27,6 +27,7 @@ ifdef TEST_ARGS
 else
 	@failed=0; \
 	$(BIN)/python -m pytest -n 4 tests/unit tests/clients tests/router tests/dashboard tests/deploy || failed=1; \
+	$(BIN)/python -m pytest tests/packaging || failed=1; \
 	$(BIN)/python -m pytest tests/engine || failed=1; \
 	$(BIN)/python -m pytest tests/hosts || failed=1; \
 	exit $$failed

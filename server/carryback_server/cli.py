@@ -95,6 +95,21 @@ InsecureDev = Annotated[bool | None, typer.Option("--insecure-dev", help="Run wi
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the commands; start nothing.")]
 
 
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"carryback {metadata.version('carryback')}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def _all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def serve(
     engine_args: EngineArgs = None,
@@ -329,11 +344,6 @@ def version() -> None:
         found = [f"{each} {metadata.version(each)}" for each in distributions if _is_installed(each)]
         out.print(", ".join(found) or f"{name}: not installed")
     out.print(f"python {platform.python_version()}")
-
-
-def main() -> None:
-    """The `carryback` command."""
-    app()
 
 
 async def _serve(settings: ServeConfig) -> None:

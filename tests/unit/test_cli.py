@@ -59,7 +59,7 @@ def test_dry_run_needs_neither_vllm_nor_the_model(tmp_path: Path) -> None:
     # Where vLLM and torch cannot be imported.
     program = (
         "import sys; sys.modules.update(dict.fromkeys(['vllm', 'torch', 'transformers', 'nixl']))\n"
-        "from carryback_server.cli import main; main()"
+        "from carryback_server.__main__ import main; main()"
     )
     args = ["serve", "--dry-run", "--device", "cpu"]
     done = subprocess.run([sys.executable, "-c", program, *args], capture_output=True, text=True, check=True)

@@ -1,0 +1,1 @@
+"""Engines whose numbers come with carryback, one a file."""
