@@ -137,7 +137,7 @@ class Bench:
         self, name: str, command: list[str], port: int, path: str, env: dict[str, str] | None = None
     ) -> System:
         log = self._logs / f"{name}.log"
-        process = self._stack.enter_context(_running(command, log, env))
+        process = self._stack.enter_context(running(command, log, env))
         system = System(name, f"http://127.0.0.1:{port}", process, log)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not _answers(system, path):
@@ -198,7 +198,8 @@ SYSTEMS: dict[str, Callable[[Engines, int], Command]] = {
 
 
 @contextmanager
-def _running(command: list[str], log: Path, env: dict[str, str] | None) -> Iterator[psutil.Process]:
+def running(command: list[str], log: Path, env: dict[str, str] | None) -> Iterator[psutil.Process]:
+    """A process, which ends with the block, and all that it has started."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True

@@ -31,12 +31,16 @@ _DIGESTS = os.urandom(_MAX_BLOCKS * _DIGEST_BYTES)
 _TOKEN = " token"
 
 
-class _Params(msgspec.Struct):
-    do_remote_decode: bool = False
+class _Record(msgspec.Struct):
     remote_request_id: str | None = None
     remote_host: str | None = None
     remote_port: int | None = None
     remote_num_tokens: int | None = None
+
+
+class _Params(_Record):
+    do_remote_decode: bool = False
+    carryback_record: _Record | None = None
     carryback_key: str | None = None
     carryback_release: list[str] = []
     carryback_await: float | None = None
@@ -223,22 +227,23 @@ class FastEngine:
         self, name: str, is_chat: bool, prompt: int, params: _Params, connection: Connection
     ) -> None:
         blocks = min(-(-prompt // BLOCK_SIZE), _MAX_BLOCKS)
-        reused = min(params.remote_num_tokens or 0, prompt)
-        if params.remote_request_id and params.remote_host and params.remote_port:
-            self._side.sendto(params.remote_request_id.encode(), (params.remote_host, params.remote_port))
+        record = params.carryback_record or params
+        reused = min(record.remote_num_tokens or 0, prompt)
+        if record.remote_request_id and record.remote_host and record.remote_port:
+            self._side.sendto(record.remote_request_id.encode(), (record.remote_host, record.remote_port))
         reuse = (
             f'{{"outcome":"{"hit" if reused else "miss"}","tokens":{reused},"cached":0,'
             f'"recomputed":{prompt - reused},"reason":"{"verified" if reused else "no_record"}"}}'
         )
-        record = self._record(name, blocks, prompt, params.hold_s or 30.0, is_prefill=True)
+        held = self._record(name, blocks, prompt, params.hold_s or 30.0, is_prefill=True)
         digests = base64.b64encode(_DIGESTS[: blocks * _DIGEST_BYTES])
         seal = b'"carryback":{"digests":"%b",' % digests
-        record = record.replace(b'"carryback":{', seal, 1)[:-1] + b',"carryback_reuse":%b}' % reuse.encode()
+        held = held.replace(b'"carryback":{', seal, 1)[:-1] + b',"carryback_reuse":%b}' % reuse.encode()
         if params.carryback_tell and params.carryback_key:
-            self.publisher.send(Prefilled(self.id, self.publisher.next(), params.carryback_key, record))
+            self.publisher.send(Prefilled(self.id, self.publisher.next(), params.carryback_key, held))
         text = '"text":" token"' if not is_chat else '"message":{"role":"assistant","content":" token"}'
         choice = f'{text},"logprobs":null,"finish_reason":"length","stop_reason":null'
-        connection.respond(200, self._whole(name, is_chat, choice, prompt, 1, record))
+        connection.respond(200, self._whole(name, is_chat, choice, prompt, 1, held))
 
     def _whole(self, name: str, is_chat: bool, choice: str, prompt: int, tokens: int, params: bytes) -> bytes:
         kind = "chat.completion" if is_chat else "text_completion"
