@@ -14,12 +14,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from carryback_server import dashboard, live, workers
 from carryback_server.address import in_url
+from carryback_server.chains import busy
 from carryback_server.config import ConfigError, Engines, RouterConfig
 from carryback_server.endpoints import ENDPOINTS, FORWARDED, REFUSED, error_response, refused
 from carryback_server.errors import ApiError, HideMalformed
 from carryback_server.metrics import CONTENT_TYPE, Metrics
 from carryback_server.pipeline import Pipeline
-from carryback_server.state import Conversation, Record, StateDown
+from carryback_server.state import Conversation, Record, StateBusy, StateDown, StateFailed
 from carryback_server.tenants import Tenant, Tenants
 
 logger = logging.getLogger("carryback")
@@ -179,8 +180,14 @@ class Router:
         try:
             response: web.StreamResponse = await handler(request)
             status = response.status
-        except (ApiError, StateDown) as error:
-            if isinstance(error, StateDown):
+        except (ApiError, StateDown, StateBusy) as error:
+            if isinstance(error, StateBusy):
+                error = busy()
+            elif isinstance(error, StateFailed):
+                error = ApiError(
+                    500, "the state refused this; the router's log says why", code="state_failed"
+                )
+            elif isinstance(error, StateDown):
                 error = ApiError(503, "the router's state cannot be reached", code="state_unavailable")
             response, status = error_response(request.path, error, {}), error.status
         except web.HTTPException as error:
@@ -246,7 +253,9 @@ class Router:
         raise ApiError(503, "no engine is up", code="no_engine")
 
     async def _list(self, request: web.Request) -> web.Response:
-        return await self._listing(request, self.tenants.of(request.headers).name)
+        tenant = self.tenants.of(request.headers)
+        async with tenant.admit():
+            return await self._listing(request, tenant.name)
 
     async def _listing(
         self, request: web.Request, tenant: str | None, *, with_engines: bool = False
@@ -266,14 +275,17 @@ class Router:
         )
 
     async def _get(self, request: web.Request) -> web.Response:
-        tenant = self.tenants.of(request.headers).name
-        found = await self.pipeline.state.get(tenant, request.match_info["id"])
+        tenant = self.tenants.of(request.headers)
+        async with tenant.admit():
+            found = await self.pipeline.state.get(tenant.name, request.match_info["id"])
         if found is None:
             raise _unknown(request)
         return _json(self._view(*found))
 
     async def _delete(self, request: web.Request) -> web.Response:
-        return await self._delete_of(request, self.tenants.of(request.headers).name)
+        tenant = self.tenants.of(request.headers)
+        async with tenant.admit():
+            return await self._delete_of(request, tenant.name)
 
     async def _delete_of(self, request: web.Request, tenant: str) -> web.Response:
         conversation_id = request.match_info["id"]

@@ -6,16 +6,21 @@ reaches both hops with the whole conversation as its `input`.
 
 from __future__ import annotations
 
+import logging
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+from carryback.wire import check_id
 
 from carryback_server.body import Body
 from carryback_server.endpoints import final_response
 from carryback_server.errors import ApiError
-from carryback_server.state import State, StateDown
+from carryback_server.state import State, StateBusy, StateDown
+
+logger = logging.getLogger("carryback")
 
 _encode = msgspec.json.Encoder().encode
 
@@ -70,10 +75,14 @@ class Chains:
     Args:
         ttl_s: how long a response can be continued, in seconds.
         max_bytes: of one response with its whole input; a larger one cannot be continued.
+        on_junk: called for each value in the state that is no response, and counts as absent.
     """
 
-    def __init__(self, state: State, *, ttl_s: float, max_bytes: int) -> None:
+    def __init__(
+        self, state: State, *, ttl_s: float, max_bytes: int, on_junk: Callable[[], None] = lambda: None
+    ) -> None:
         self._state = state
+        self._on_junk = on_junk
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
 
@@ -83,8 +92,8 @@ class Chains:
         The engines are told to store nothing. Instructions are not inherited.
 
         Raises:
-            ApiError: 404, no such response of this tenant; 400, a field is of the wrong type; 503, the state
-                is unavailable.
+            ApiError: 404, no such response of this tenant; 400, a field is of the wrong type; 429, too many at a
+                time; 503, the state is unavailable.
         """
         previous = body.pop("previous_response_id")
         keep = body.starts("store") != b"false"
@@ -95,9 +104,8 @@ class Chains:
             raise ApiError(
                 400, "previous_response_id must be a string", code="invalid_id", param="previous_response_id"
             )
-        stored, is_newest = await self._get(tenant, previous)
-        answer = msgspec.json.decode(stored.response, type=_Answer)
-        said = [*stored.input, *filter(_is_readable, answer.output), *_items(body.raw("input") or b"[]")]
+        stored, answer, is_newest = await self._get(tenant, previous)
+        said = [*stored.input, *answer.output, *_items(body.raw("input") or b"[]")]
         body.put("input", said)
         conversation, parent = stored.conversation, None
         if not is_newest:
@@ -132,7 +140,7 @@ class Chains:
             await self._state.put_response(
                 chain.tenant, _newest(conversation), answer.id.encode(), self._ttl_s
             )
-        except StateDown:
+        except (StateDown, StateBusy):
             return "state_unavailable"
         return ""
 
@@ -140,31 +148,58 @@ class Chains:
         """A response that is remembered, JSON, as it was answered.
 
         Raises:
-            ApiError: 404, no such response of this tenant; 503, the state is unavailable.
+            ApiError: 404, no such response of this tenant; 429, too many at a time; 503, the state is unavailable.
         """
-        stored, _ = await self._get(tenant, response_id)
+        stored, _, _ = await self._get(tenant, response_id)
         return bytes(stored.response)
 
-    async def _get(self, tenant: str, response_id: str) -> tuple[_Stored, bool]:
-        """A stored response, and whether it is the newest of its conversation."""
+    async def _get(self, tenant: str, response_id: str) -> tuple[_Stored, _Answer, bool]:
+        """A stored response, what it answered, and whether it is the newest of its conversation."""
         try:
-            blob = None
+            found = None
             if response_id.isprintable():  # others are keys of ours
-                blob = await self._state.get_response(tenant, response_id)
-            if blob is None:
+                found = self._read(await self._state.get_response(tenant, response_id))
+            if found is None:
                 raise ApiError(
                     404,
                     f"Response with id {response_id!r} not found.",
                     code="response_not_found",
                     param="previous_response_id",
                 )
-            stored = msgspec.json.decode(blob, type=_Stored)
+            stored, answer = found
             newest = await self._state.get_response(tenant, _newest(stored.conversation))
         except StateDown as error:
             raise ApiError(
                 503, "earlier responses are unavailable; try again later", code="state_unavailable"
             ) from error
-        return stored, newest is None or newest == response_id.encode()
+        except StateBusy as error:
+            raise busy() from error
+        return stored, answer, newest is None or newest == response_id.encode()
+
+    def _read(self, blob: bytes | None) -> tuple[_Stored, _Answer] | None:
+        """A response as it was stored, and what it answered; None if there is none, or it is not ours."""
+        if blob is None:
+            return None
+        try:
+            stored = msgspec.json.decode(blob, type=_Stored)
+            check_id(stored.conversation, "conversation")
+            answer = msgspec.json.decode(stored.response, type=_Answer)
+            answer.output = [*filter(_is_readable, answer.output)]
+        except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors, too
+            logger.warning("a stored response is not ours (%s); it counts as absent", type(error).__name__)
+            self._on_junk()
+            return None
+        return stored, answer
+
+
+def busy() -> ApiError:
+    """The error for a tenant that has too much under way at the state."""
+    return ApiError(
+        429,
+        "too many listings or responses are asked for at a time",
+        code="too_many_requests",
+        headers={"Retry-After": "1"},
+    )
 
 
 def _newest(conversation: str) -> str:
@@ -182,7 +217,7 @@ def _items(data: bytes) -> list[msgspec.Raw]:
         return [msgspec.Raw(b'{"role":"user","content":' + data + b"}")]
     try:
         return msgspec.json.decode(data, type=list[msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(
             400, "input must be a string or a list of items", code="invalid_input", param="input"
         ) from error

@@ -254,8 +254,9 @@ class RouterConfig(SharedConfig):
     conversation_ttl_s: float = Field(86_400.0, gt=0)
     "How long Redis remembers a conversation that does not come back."
     max_conversations: int = Field(100_000, gt=0)
+    "How many to remember of all tenants'; past it, the tenant that has most gives up its least recently used."
     responses_max_bytes: int = Field(256 * 1024 * 1024, ge=0)
-    "Of all answers of the Responses API that are kept in memory for `previous_response_id`."
+    "Of all answers of the Responses API that are kept for `previous_response_id`, likewise."
     response_ttl_s: float = Field(3600.0, gt=0)
     "How long such an answer is kept."
     max_response_bytes: int = Field(4 * 1024 * 1024, gt=0)

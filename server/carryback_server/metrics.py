@@ -247,6 +247,9 @@ class Metrics:
         self.state_seconds = histogram(
             "state_operation_seconds", "How long they took.", _SHORT_S, "operation"
         )
+        self.state_junk = counter(
+            "state_junk", "Values in Redis that were not ours, or of another version, and counted as absent."
+        )
 
         # -- the router itself
         self.workers = gauge("workers", "Worker processes of the router.")
@@ -325,7 +328,7 @@ class Metrics:
 
         Args:
             operation: the method's name.
-            result: `done` or `failed`.
+            result: `done`; `failed`, Redis is down; `refused`, it is not, and this operation alone failed.
         """
         self._state_operations[operation, result].inc()
         self._state_seconds[operation,].observe(seconds)

@@ -149,9 +149,15 @@ class Pipeline:
             on_evicted=lambda record: self.holding.drop(record),
             on_message=on_message,
             observe=metrics.observe_state,
+            on_junk=metrics.state_junk.inc,
         )
         self._explanations = Explanations(config.explain_bytes)
-        self._chains = Chains(self.state, ttl_s=config.response_ttl_s, max_bytes=config.max_response_bytes)
+        self._chains = Chains(
+            self.state,
+            ttl_s=config.response_ttl_s,
+            max_bytes=config.max_response_bytes,
+            on_junk=metrics.state_junk.inc,
+        )
         self.holding = Holding(config, self.state, metrics, lambda name: self.pool.find(name))
         self.pool = Pool(
             config,
@@ -272,7 +278,8 @@ class Pipeline:
             ApiError: 404, there is none with this id.
         """
         tenant = self.tenants.of(request.headers)
-        found = await self._chains.get(tenant.name, request.match_info["id"])
+        async with tenant.admit():
+            found = await self._chains.get(tenant.name, request.match_info["id"])
         return web.Response(body=found, content_type="application/json")
 
     async def pass_on(self, request: web.Request) -> web.Response:

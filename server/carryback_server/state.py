@@ -57,7 +57,9 @@ class Record(msgspec.Struct, frozen=True, gc=False):
 
 
 # What storing anything costs beside the thing itself, about.
-_ENTRY_BYTES = 500
+ENTRY_BYTES = 500
+# No time is later than this, in seconds since the epoch (the year 5138).
+LAST_S = 1e11
 
 Boundary = Literal["", "mid_turn", "turn_end", "unfinished"]
 
@@ -124,16 +126,28 @@ class Cursor(msgspec.Struct, array_like=True):
         return base64.urlsafe_b64encode(msgspec.msgpack.encode(self)).decode()
 
     @classmethod
-    def decode(cls, text: str) -> Cursor:
+    def decode(cls, text: str, tenant: str | None = None) -> Cursor:
         """What `encode` made.
 
+        Args:
+            tenant: whose page it was; None: anybody's.
+
         Raises:
-            ValueError: it did not.
+            ValueError: it did not, or it is another tenant's.
         """
         try:
-            return msgspec.msgpack.decode(base64.urlsafe_b64decode(text), type=cls)
-        except (ValueError, msgspec.MsgspecError) as error:
+            cursor = msgspec.msgpack.decode(base64.b64decode(text, b"-_", validate=True), type=cls)
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             raise ValueError("not the end of a page") from error
+        is_ours = tenant in (None, cursor.tenant) and is_time(cursor.last_seen) and cursor.encode() == text
+        if not is_ours:
+            raise ValueError("not the end of a page")
+        return cursor
+
+
+def is_time(value: float) -> bool:
+    """Whether a number can be a time, in seconds since the epoch: NaN and the infinite cannot."""
+    return 0 <= value < LAST_S
 
 
 class Gone(Exception):
@@ -153,9 +167,18 @@ class StateDown(Exception):
         self.maybe_done = maybe_done
 
 
+class StateFailed(StateDown):
+    """The state can be reached, and refused or was too slow for this one operation. That says nothing of others."""
+
+
+class StateBusy(Exception):
+    """The tenant has too much of this under way at the state already."""
+
+
 class State(Protocol):
     """Conversations by tenant and id, their records, and stored responses.
 
+    All tenants have one capacity; past it, the tenant that has most gives up its least recently used.
     Every method but `start` and `stop` may raise `StateDown`.
 
     Attributes:
@@ -219,8 +242,12 @@ class State(Protocol):
             limit: how many at most.
             after: the `after` of the page before.
 
+        Returns:
+            Fewer than `limit`, though there are more, if much of what it looked through is gone.
+
         Raises:
-            ValueError: `after` is not of a page.
+            ValueError: `after` is not of a page of this tenant's.
+            StateBusy: the tenant has several listings under way.
         """
 
     async def delete(self, tenant: str, id: str) -> tuple[bool, Record | None]:
@@ -344,7 +371,7 @@ class MemoryState:
 
     async def page(self, tenant: str | None, limit: int, after: str = "") -> Page:
         """See `State.page`."""
-        before = Cursor.decode(after).last_seen if after else math.inf
+        before = Cursor.decode(after, tenant).last_seen if after else math.inf
         tenants = [tenant] if tenant is not None else self._conversations.tenants()
         every = heapq.merge(
             *(self._conversations.newest(each) for each in tenants),
@@ -362,7 +389,7 @@ class MemoryState:
 
     async def put_response(self, tenant: str, id: str, blob: bytes, ttl_s: float) -> None:
         """See `State.put_response`."""
-        self._responses.add(tenant, id, (time.monotonic() + ttl_s, blob), weight=len(blob) + _ENTRY_BYTES)
+        self._responses.add(tenant, id, (time.monotonic() + ttl_s, blob), weight=len(blob) + ENTRY_BYTES)
 
     async def get_response(self, tenant: str, id: str) -> bytes | None:
         """See `State.get_response`."""
@@ -387,13 +414,15 @@ def make_state(
     on_evicted: Callable[[Record], None],
     on_message: Callable[[bytes], None],
     observe: Callable[[str, str, float], None],
+    on_junk: Callable[[], None],
 ) -> State:
     """The state that the setting `state` names.
 
     Args:
         on_evicted: called with the record of a conversation that had to be forgotten, to release it.
         on_message: called with each message that is broadcast; must not raise.
-        observe: called with each operation on Redis: its name, `done` or `failed`, and its seconds.
+        observe: called with each operation on Redis: its name, `done`, `failed` or `refused`, and its seconds.
+        on_junk: called for each value in Redis that is not ours, and counts as absent.
 
     Raises:
         ConfigError: Redis is named and its client is not installed.
@@ -417,7 +446,9 @@ def make_state(
         timeout_s=config.state_timeout_s,
         conversation_ttl_s=config.conversation_ttl_s,
         max_conversations=config.max_conversations,
+        responses_max_bytes=config.responses_max_bytes,
         on_evicted=on_evicted,
         on_message=on_message,
         observe=observe,
+        on_junk=on_junk,
     )

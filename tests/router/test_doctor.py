@@ -246,9 +246,13 @@ async def test_redis_that_is_down_and_redis_that_is_up(serve: Serve, log: Path) 
     found = await findings(service, log, config=RouterConfig(state=url))
     assert {"redis", "reuse"} <= failed(found)
     assert "state" in one(found, "redis").fix
-    with redis_server(port=port):
+    with redis_server(port=port) as server:
         found = await findings(service, log, config=RouterConfig(state=url))
         assert one(found, "redis", "ok")
+        server.client.config_set("maxmemory", "1gb")
+        server.client.config_set("maxmemory-policy", "volatile-ttl")
+        found = await findings(service, log, config=RouterConfig(state=url))
+        assert "noeviction" in one(found, "redis", "WARN").fix
 
 
 async def test_several_engines_are_tried_in_pairs(serve: Serve, log: Path) -> None:

@@ -259,6 +259,52 @@ async def test_a_router_starts_without_redis_and_takes_it_when_it_comes(cluster:
         redis.close()
 
 
+@pytest.mark.parametrize("after", ["k8t_-AAAAAAAAKF0oWk=", "k8t_8AAAAAAAAKF0oWk=", "nonsense"])
+async def test_a_wrong_cursor_of_one_tenant_costs_others_nothing(
+    cluster: Cluster, shared: dict[str, Any], after: str
+) -> None:
+    # NaN, infinity, and no cursor.
+    await cluster.pair()
+    router = await cluster.router(**shared, api_keys=KEYS)
+    chat = cluster.chat(router, key=GUESTS)
+    await chat.say()
+    for _ in range(3):
+        answer = await cluster.get(router, f"/v1/conversations?after={after}", key=ACME)
+        assert (answer.status, answer.error["param"]) == (400, "after")
+        assert (await chat.say()).reuse.outcome == "hit"
+    assert await cluster.metric(router, "records_lost_total", reason="state_unavailable") == 0
+
+
+async def test_junk_in_redis_is_no_500(cluster: Cluster, shared: dict[str, Any], redis: RedisServer) -> None:
+    await cluster.pair()
+    router = await cluster.router(**shared)
+    chain = Chain(cluster)
+    response, first = await chain.ask(router, TEXT)
+    name = conversation(first)
+    for key in redis.client.scan_iter(f"{shared['state_prefix']}:*:response"):
+        for junk in (b"junk", b"{}", b'{"conversation":"a\\r\\nb","input":[],"response":{}}', b"[" * 10_000):
+            redis.client.set(key, junk)
+            answer = await cluster.get(router, f"/v1/responses/{response}")
+            assert answer.status in (200, 404), answer.raw  # the other key says which is the newest
+    answer = await cluster.get(router, f"/v1/responses/{response}")
+    assert (answer.status, answer.error["code"]) == (404, "response_not_found")
+    body = {"input": TEXT, "previous_response_id": response}
+    assert (await cluster.post(router, RESPONSES, body)).status == 404
+    for field in ("params", "head"):
+        chat = cluster.chat(router, field)
+        await chat.say()
+        await cluster.held(chat)
+        for key in redis.client.scan_iter(f"{shared['state_prefix']}:*:record"):
+            redis.client.hset(key, field, b"junk")
+        assert (await chat.say()).reuse.outcome == "miss"
+        assert (await cluster.get(router, "/v1/conversations")).status == 200
+        await chat.say()
+        await cluster.held(chat)
+        assert (await chat.say()).reuse.outcome == "hit"
+    assert await cluster.metric(router, "state_junk_total") > 0
+    await cluster.delete(router, f"/v1/conversations/{name}")
+
+
 # -- chains of responses
 
 

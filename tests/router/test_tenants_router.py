@@ -398,3 +398,24 @@ async def test_no_secret_is_logged(cluster: Cluster, tmp_path: Path) -> None:
     assert {"acme", "third"} <= {line.get("tenant") for line in lines}
     for secret in (ACME, third, engine_key, own_key, "confidence", hash_key(ACME)):
         assert not re.search(re.escape(secret), log), secret
+
+
+# -- what is asked for beside generations
+
+
+async def test_all_that_a_tenant_asks_for_counts_in_its_limits(cluster: Cluster, tmp_path: Path) -> None:
+    await cluster.pair()
+    paths = ("/v1/conversations", "/v1/conversations/chat-1", "/v1/responses/r-1", "/v1/models")
+    for path in (*paths, "DELETE"):
+        router = await cluster.router(tenants_file=tenants_file(tmp_path, acme={"requests_per_minute": 3}))
+
+        async def ask(key: str, path: str = path, router: Any = router) -> Answer:
+            if path == "DELETE":
+                return await cluster.delete(router, "/v1/conversations/chat-1", key=key)
+            return await cluster.get(router, path, key=key)
+
+        answers = [await ask(ACME) for _ in range(5)]
+        assert [each.status == 429 for each in answers] == [False] * 3 + [True] * 2, path
+        assert int(answers[-1].headers["retry-after"]) > 0
+        assert (await cluster.post(router, CHAT, HI, key=ACME)).status == 429
+        assert (await ask(GUESTS)).status != 429

@@ -264,8 +264,8 @@ class Stored(msgspec.Struct, array_like=True):
 def test_what_0_1_left_in_redis_is_read_by_routers_of_today() -> None:
     left = {name: raw(value) for name, value in RECORDED["redis"]["conversation"].items()}
     reply = [left[name] for name in ("meta", "uid", "seen", "requests", "why")]
-    conversation = redis_state._conversation(reply)
     says = RECORDED["redis"]["says"]
+    conversation = redis_state._conversation("default", says["id"], reply)
     assert (conversation.tenant, conversation.id, conversation.requests) == ("default", says["id"], 1)
     left = {name: raw(value) for name, value in RECORDED["redis"]["record"].items()}
     why, stored = redis_state._taken([b"in_use", left["head"], left["params"], left["digests"]])

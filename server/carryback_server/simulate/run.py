@@ -233,6 +233,7 @@ class Simulation:
             on_evicted=lambda record: self.holding.drop(record),
             on_message=lambda message: None,
             observe=metrics.observe_state,
+            on_junk=metrics.state_junk.inc,
         )
         self.holding = Holding(
             config, self._state, metrics, lambda name: self._by_name[name], clock=self._loop.time
