@@ -293,7 +293,7 @@ def router(
         if worker_processes.is_worker():
             uvloop.run(_work(settings, read))
             return
-        _check_port(settings)
+        launch.check_listeners(launch.router_listeners(settings))
         if settings.workers > 1:
             uvloop.run(_run_workers(settings))
         else:
@@ -347,7 +347,6 @@ def version() -> None:
 
 
 async def _serve(settings: ServeConfig) -> None:
-    _check_port(settings)
     device = _checked_device(settings)
     key = os.environ.get(launch.KEY) or (None if settings.insecure_dev else secrets.token_hex(32))
     if settings.events_key is None and not settings.insecure_dev:
@@ -535,7 +534,7 @@ def _plan(settings: ServeConfig) -> Iterator[str]:
         settings,
         device=launch.device_of(settings),
         model_path=settings.model or str(model.default_model_dir()),
-        ports=launch.fixed_ports(settings),
+        ports=launch.choose_ports(settings),
         key=None if settings.insecure_dev else "",
     )
     for command in commands:
@@ -587,24 +586,10 @@ def _engine_command(settings: EngineSettings, role: Role) -> launch.EngineComman
         )
     _checked_device(settings)
     here = address.advertised(settings.advertise_host)
-    command = launch.engine_command(
+    launch.check_listeners(launch.engine_listeners(settings, role, here))
+    return launch.engine_command(
         settings, role, model_path=_model_path(settings.model), address=here, key=key
     )
-    for setting, host, port in launch.sockets(settings, role, here):
-        if not launch.is_free(host, port):
-            raise ConfigError(
-                f"cannot listen on {host} port {port}: it is in use, or the address is not this machine's; give "
-                f"another --{setting} or --host"
-            )
-    return command
-
-
-def _check_port(config: RouterConfig) -> None:
-    if not launch.is_free(config.host, config.port):
-        raise ConfigError(
-            f"cannot listen on {config.host} port {config.port}: it is in use, or the address is not this "
-            "machine's; give another --port (0: a free one) or --host"
-        )
 
 
 def _check_engine_args(args: list[str] | None) -> None:

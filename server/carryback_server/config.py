@@ -184,7 +184,7 @@ class RouterConfig(SharedConfig):
     """The router's settings. Bound to loopback unless told otherwise."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int = Field(8000, ge=0, le=65535)
     admin_host: str = "127.0.0.1"
     "Address of the operators' port: /metrics and /admin."
     admin_port: int | None = Field(None, ge=0, le=65535)
@@ -348,7 +348,7 @@ class EngineSettings(_Settings, LaunchConfig):
     events_port: int | None = Field(None, gt=0, le=65535)
     "Of its events; one above `port` unless given."
     side_channel_port: int | None = Field(None, gt=0, le=65535)
-    "Of NIXL's handshake; two above `port` unless given."
+    "Of NIXL's handshake; two above `port` unless given, or after the ranks' events where there are several."
 
 
 class ServeConfig(_Settings, RouterConfig, LaunchConfig):

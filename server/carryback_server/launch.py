@@ -9,14 +9,21 @@ import random
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from carryback_server import model, profiles
 from carryback_server.address import in_url
-from carryback_server.config import ConfigError, EngineConfig, EngineSettings, LaunchConfig, ServeConfig
+from carryback_server.config import (
+    ConfigError,
+    EngineConfig,
+    EngineSettings,
+    LaunchConfig,
+    RouterConfig,
+    ServeConfig,
+)
 from carryback_server.profiles import Device, Profile, Role
 
 # In an engine's environment, and never printed.
@@ -26,11 +33,14 @@ EVENTS_KEY = "CARRYBACK_EVENTS_KEY"
 SECRETS = (KEY, ENGINE_API_KEY, EVENTS_KEY)
 
 _LOOPBACK = "127.0.0.1"
+_EVERYWHERE = {"0.0.0.0", "::", ""}
 # vLLM's own default, in tokens.
 RECOMPUTE_THRESHOLD = 64
 # UCX over TCP notices by nothing else that a link is cut while it reads, and the kernel tries for a quarter of an
 # hour. A peer that is merely busy acknowledges all the same, unless it takes nothing for so long.
 UCX_TCP_USER_TIMEOUT = "30s"
+# From here on systems give ports to outgoing connections, which could take one before it is used.
+_LAST_PORT = 32_000
 _FIRST_PORT: dict[Role, int] = {"prefill": 8100, "decode": 8200}
 # Given by carryback's own settings, so that the router and the engines agree.
 _RESERVED = ("--model", "--served-model-name", "--host", "--port", "--api-key")
@@ -106,12 +116,9 @@ def device_of(config: LaunchConfig) -> Device:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now, chosen at random.
-
-    Below the range that systems give to outgoing connections, which could take one before it is used.
-    """
+    """Different ports that nobody listens on now, chosen at random."""
     found: list[int] = []
-    for port in random.sample(range(20_000, 32_000), k=12_000):
+    for port in random.sample(range(20_000, _LAST_PORT), k=12_000):
         if is_free(_LOOPBACK, port):
             found.append(port)
         if len(found) == count:
@@ -131,49 +138,165 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def usual_ports(role: Role, http: int | None = None) -> Ports:
-    """Ports of an engine that others have to find: the given one, else 8100 or 8200, and the two after."""
+@dataclass(frozen=True)
+class Listener:
+    """What is going to be listened on.
+
+    Attributes:
+        flag: sets the port.
+        host: the address.
+        port: the first of them.
+        count: of ports, one after the other: each data-parallel rank has its own.
+    """
+
+    flag: str
+    host: str
+    port: int
+    count: int = 1
+
+    @property
+    def ports(self) -> range:
+        """All of them."""
+        return range(self.port, self.port + self.count)
+
+    def meets(self, other: Listener) -> bool:
+        """Whether both cannot be listened on at once."""
+        mine, theirs = ({"localhost": _LOOPBACK}.get(each.host, each.host) for each in (self, other))
+        is_one_host = mine == theirs or not _EVERYWHERE.isdisjoint((mine, theirs))
+        return is_one_host and max(self.port, other.port) < min(self.ports.stop, other.ports.stop)
+
+
+def check_listeners(listeners: Sequence[Listener], *, are_here: bool = True) -> None:
+    """Check that all ports can be listened on, and that no two are one.
+
+    Args:
+        are_here: on this machine; else whether they are free is not looked at.
+
+    Raises:
+        ConfigError: names the flag to change.
+    """
+    for index, listener in enumerate(listeners):
+        if listener.ports.stop > 65_536:
+            raise ConfigError(f"{listener.flag}: {listener.ports[-1]} is no port; the last one is 65535")
+        for other in listeners[:index]:
+            if listener.meets(other):
+                port = max(listener.port, other.port)
+                raise ConfigError(
+                    f"{other.flag} and {listener.flag} both mean port {port}; give another {listener.flag}"
+                )
+        if not are_here:
+            continue
+        for port in listener.ports:
+            if not is_free(listener.host, port):
+                raise ConfigError(
+                    f"cannot listen on {listener.host} port {port}: it is in use, or the address is not this "
+                    f"machine's; give another {listener.flag} or address"
+                )
+
+
+def router_listeners(config: RouterConfig) -> list[Listener]:
+    """Where a router listens; without the ports that are to be free ones."""
+    admin_port = config.admin_port
+    if admin_port is None:
+        admin_port = config.port + 1 if config.port else 0
+    found = [("--port", config.host, config.port), ("--admin-port", config.admin_host, admin_port)]
+    return [Listener(*each) for each in found if each[2]]
+
+
+def usual_ports(role: Role, http: int | None = None, ranks: int = 1) -> Ports:
+    """Ports of an engine that others have to find: the given one, else 8100 or 8200, and those after it.
+
+    Args:
+        ranks: data-parallel ranks. Each takes a port for its events and one for the handshake, the first one's and
+            its number; tensor-parallel ranks share theirs.
+    """
     first = http or _FIRST_PORT[role]
-    return Ports(http=first, events=first + 1, side_channel=first + 2)
+    return Ports(http=first, events=first + 1, side_channel=first + 1 + ranks)
 
 
 def engine_ports(config: EngineSettings, role: Role) -> Ports:
     """Ports of an engine on a machine of its own."""
-    usual = usual_ports(role, config.port)
+    usual = usual_ports(role, config.port, data_parallel_size(config.engine_args))
     return Ports(
         usual.http, config.events_port or usual.events, config.side_channel_port or usual.side_channel
     )
 
 
-def sockets(config: EngineSettings, role: Role, address: str) -> list[tuple[str, str, int]]:
-    """Where an engine listens: the setting of the port, the host, and the port."""
+def engine_listeners(config: EngineSettings, role: Role, address: str) -> list[Listener]:
+    """Where an engine on a machine of its own listens."""
     ports, host = engine_ports(config, role), config.host or address
+    ranks = data_parallel_size(config.engine_args)
     return [
-        ("port", host, ports.http),
-        ("events-port", host, ports.events),
-        ("side-channel-port", address, ports.side_channel),
+        Listener("--port", host, ports.http),
+        Listener("--events-port", host, ports.events, ranks),
+        Listener("--side-channel-port", address, ports.side_channel, ranks),
     ]
 
 
-def fixed_ports(config: ServeConfig) -> dict[Role, Ports]:
-    """Ports for commands that somebody starts by hand."""
-    return {role: usual_ports(role, port) for role, port in _given_ports(config).items()}
+def data_parallel_size(args: Sequence[str]) -> int:
+    """The data-parallel ranks that vLLM's arguments ask for."""
+    size = 1
+    for word, following in zip(args, [*args[1:], ""], strict=False):
+        name, is_one_word, value = word.partition("=")
+        if name.replace("_", "-") in ("--data-parallel-size", "-dp"):
+            text = value if is_one_word else following
+            size = int(text) if text.isdigit() else 1  # vLLM will say what is wrong with it
+    return max(1, size)
+
+
+def choose_ports(config: ServeConfig, is_free: Callable[[int], bool] = lambda _: True) -> dict[Role, Ports]:
+    """Ports for both engines: the configured ones, and others that nothing here uses.
+
+    The same in each run, if they are free: vLLM compiles a model anew when NIXL's port is another.
+
+    Args:
+        is_free: whether a port may be taken.
+
+    Raises:
+        ConfigError: two configured ports are one, or a configured one is not free.
+    """
+    given: dict[Role, int] = {"prefill": config.prefill_port, "decode": config.decode_port}
+    listeners = router_listeners(config)
+    for role, port in given.items():
+        if port:
+            listeners.append(Listener(f"--{role}-port", _LOOPBACK, port))
+    check_listeners(listeners, are_here=False)
+    for role, port in given.items():
+        if port and not is_free(port):
+            raise ConfigError(f"port {port} is in use; leave --{role}-port to be chosen, or give another")
+    used = {port for listener in listeners for port in listener.ports}
+
+    def take(first: int, count: int = 1) -> int:
+        for port in range(first, _LAST_PORT):
+            block = range(port, port + count)
+            if used.isdisjoint(block) and all(map(is_free, block)):
+                used.update(block)
+                return port
+        raise ConfigError(f"no free port from {first} on")
+
+    def chosen(role: Role) -> Ports:
+        args = {"prefill": config.prefill_args, "decode": config.decode_args}[role]
+        ranks = data_parallel_size([*config.engine_args, *args])
+        # Beside the given one, unless that is where outgoing connections are.
+        usual = usual_ports(role, given[role] if given[role] < _LAST_PORT else None)
+        http = given[role] or take(usual.http)
+        return Ports(http, take(usual.events, ranks), take(usual.side_channel, ranks))
+
+    return {role: chosen(role) for role in given}
 
 
 @contextmanager
 def reserved_ports(config: ServeConfig) -> Iterator[dict[Role, Ports]]:
-    """Ports for both engines: the configured ones, else free ones, kept from every other `carryback serve`.
-
-    The same in each run, if they are free: vLLM compiles a model anew when NIXL's port is another.
+    """`choose_ports`, of those that are free, kept from every other `carryback serve`; the router's as well.
 
     Raises:
-        ConfigError: a configured port is in use.
+        ConfigError: a configured port, or one of the router's, is in use.
     """
     with ExitStack() as held:
 
         def claim(port: int) -> bool:
-            # An engine binds its ports seconds from now. Until it ends, a socket with the port's name, in
-            # Linux's abstract namespace, tells others of us.
+            # An engine binds its ports seconds from now, and the router its own after that. Until they end, a
+            # socket with the port's name, in Linux's abstract namespace, tells others of us.
             name = socket.socket(socket.AF_UNIX)
             try:
                 name.bind(f"\0carryback-port-{port}")
@@ -181,26 +304,17 @@ def reserved_ports(config: ServeConfig) -> Iterator[dict[Role, Ports]]:
                 name.close()
                 return False
             held.enter_context(name)
-            return is_free(_LOOPBACK, port)
+            return True
 
-        def take(first: int) -> int:
-            for port in range(first, 32_000):
-                if port != config.port and claim(port):
-                    return port
-            raise ConfigError(f"no free port from {first} on")
-
-        given = _given_ports(config)
-        for role, port in given.items():
-            if port and not claim(port):
-                raise ConfigError(f"port {port} is in use; leave {role}_port to be chosen, or give another")
-        yield {
-            role: Ports(http=given[role] or take(first), events=take(first), side_channel=take(first))
-            for role, first in _FIRST_PORT.items()
-        }
-
-
-def _given_ports(config: ServeConfig) -> dict[Role, int]:
-    return {"prefill": config.prefill_port, "decode": config.decode_port}
+        listeners = router_listeners(config)
+        check_listeners(listeners)
+        for port, listener in {listener.port: listener for listener in listeners}.items():
+            if not claim(port):
+                raise ConfigError(
+                    f"cannot listen on {listener.host} port {port}: it is in use by another carryback "
+                    f"serve; give another {listener.flag}"
+                )
+        yield choose_ports(config, lambda port: claim(port) and is_free(_LOOPBACK, port))
 
 
 def served_name(config: LaunchConfig) -> str:
@@ -272,8 +386,7 @@ def engine_command(
         ConfigError: as `engine_commands`; or two of its ports are one.
     """
     ports = engine_ports(config, role)
-    if len({ports.http, ports.events, ports.side_channel}) < 3:
-        raise ConfigError(f"port, events_port and side_channel_port must be three ports, and are {ports}")
+    check_listeners(engine_listeners(config, role, address), are_here=False)
     return _command(
         config,
         role,

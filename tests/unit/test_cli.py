@@ -7,9 +7,11 @@ import shlex
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from carryback_server import cli, launch
 from carryback_server.cli import app
 from carryback_server.config import ServeConfig
 from typer.testing import CliRunner, Result
@@ -125,20 +127,60 @@ def test_missing_file() -> None:
     assert "/no/such.yaml: no such configuration file" in result.output
 
 
-def test_port_in_use() -> None:
+@pytest.mark.parametrize(
+    ("args", "flag"),
+    [
+        (["serve", "--port", "TAKEN"], "--port"),
+        (["serve", "--port", "0", "--admin-port", "TAKEN"], "--admin-port"),
+        (["serve", "--port", "BELOW"], "--admin-port"),
+        (["serve", "--port", "0", "--prefill-port", "TAKEN"], "--prefill-port"),
+        (["serve", "--port", "0", "--decode-port", "TAKEN"], "--decode-port"),
+        (["router", "--port", "TAKEN", "--decode", "http://127.0.0.1:1"], "--port"),
+        (
+            ["router", "--port", "0", "--admin-port", "TAKEN", "--decode", "http://127.0.0.1:1"],
+            "--admin-port",
+        ),
+        (["router", "--port", "BELOW", "--decode", "http://127.0.0.1:1"], "--admin-port"),
+    ],
+)
+def test_a_port_in_use_is_an_error_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, args: list[str], flag: str
+) -> None:
+    for starts in ("Engines", "Router", "_model_path"):
+        monkeypatch.setattr(cli, starts, lambda *_, **__: pytest.fail("something was started"))
+    below, port = next(
+        (port, port + 1) for port in launch.free_ports(100) if launch.is_free("127.0.0.1", port + 1)
+    )
     with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
+        server.bind(("127.0.0.1", port))
         server.listen()
-        port = str(server.getsockname()[1])
-        for args in (
-            ["serve", "--port", port],
-            ["serve", "--port", "0", "--prefill-port", port],
-            ["router", "--port", port, "--decode", "http://127.0.0.1:1,tcp://127.0.0.1:2"],
-        ):
-            result = run(*args)
-            assert result.exit_code == 1
-            assert f"port {port}" in result.output
-            assert "in use" in result.output
+        result = run(*[{"TAKEN": str(port), "BELOW": str(below)}.get(arg, arg) for arg in args])
+    assert result.exit_code == 1
+    assert f"port {port}" in result.output
+    assert "in use" in result.output
+    assert flag in result.output
+
+
+def test_the_routers_port_among_the_engines_usual_ones() -> None:
+    # A prefill engine takes 8100 to 8102 unless something else does.
+    *_, prefill, decode, router = plan("--port", "8100")
+    ports = [words[words.index("--port") + 1] for words in (prefill, decode, router)]
+    assert ports == ["8102", "8200", "8100"]
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT=8104" in prefill
+
+
+def test_ports_that_are_one() -> None:
+    result = run("serve", "--dry-run", "--port", "9000", "--prefill-port", "9000")
+    assert result.exit_code == 1
+    assert "--port and --prefill-port both mean port 9000" in result.output
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_no_port(port: str) -> None:
+    for command in (["serve", "--dry-run"], ["router", "--decode", "http://127.0.0.1:1"]):
+        result = run(*command, "--port", port)
+        assert result.exit_code == 1
+        assert "setting 'port'" in result.output
 
 
 def test_no_such_model_folder() -> None:
@@ -174,6 +216,12 @@ def test_version() -> None:
     assert result.exit_code == 0
     assert "carryback 0." in result.output
     assert "python 3." in result.output
+
+
+def test_the_version_as_a_flag() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.output == f"carryback {metadata.version('carryback')}\n"
 
 
 def test_as_a_module() -> None:

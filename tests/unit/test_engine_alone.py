@@ -209,6 +209,6 @@ def test_wrong_use() -> None:
         "decode", "--dry-run", "--advertise-host", "10.0.0.5", "--port", "8201", "--events-port", "8201"
     )
     assert result.exit_code == 1
-    assert "must be three ports" in result.output
+    assert "--port and --events-port both mean port 8201" in result.output
     result = run("decode", "--dry-run", "--advertise-host", "10.0.0.5", "--", "--port", "1")
     assert "--port among the engine arguments" in result.output

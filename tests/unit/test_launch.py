@@ -9,15 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from carryback_server.config import ConfigError, ServeConfig, load
+from carryback_server.config import ConfigError, EngineSettings, ServeConfig, load
 from carryback_server.launch import (
     EngineCommand,
     Ports,
+    check_listeners,
+    choose_ports,
+    data_parallel_size,
     engine_commands,
+    engine_listeners,
     free_ports,
     has_flag,
     is_free,
     reserved_ports,
+    router_listeners,
 )
 from carryback_server.profiles import Role
 
@@ -177,29 +182,120 @@ def test_has_flag() -> None:
     assert not has_flag(["--dtype-of-something", "dtype", "x=--dtype"], "--dtype")
 
 
+def numbers(chosen: Mapping[Role, Ports]) -> list[int]:
+    return [port for each in chosen.values() for port in (each.http, each.events, each.side_channel)]
+
+
 def test_ports_never_collide() -> None:
     (given,) = free_ports(1)
-    config = load(ServeConfig, port=8101, prefill_port=given)
-    with reserved_ports(config) as ours, reserved_ports(load(ServeConfig)) as theirs:
+    config = load(ServeConfig, port=0, prefill_port=given)
+    with reserved_ports(config) as ours, reserved_ports(load(ServeConfig, port=0)) as theirs:
         assert ours["prefill"].http == given
-        used = [
-            [port for each in pair.values() for port in (each.http, each.events, each.side_channel)]
-            for pair in (ours, theirs)
-        ]
-        assert len({*used[0], *used[1]}) == 12
-        assert 8101 not in used[0]
+        assert len({*numbers(ours), *numbers(theirs)}) == 12
         with pytest.raises(ConfigError, match=f"port {given} is in use"), reserved_ports(config):
             pass
 
 
 def test_ports_in_use_are_passed_over() -> None:
-    with reserved_ports(load(ServeConfig)) as before:
+    with reserved_ports(load(ServeConfig, port=0)) as before:
         port = before["decode"].http
     with socket.socket() as server:
         server.bind(("127.0.0.1", port))
         server.listen()
         assert not is_free("127.0.0.1", port)
-        with reserved_ports(load(ServeConfig)) as after:
+        with reserved_ports(load(ServeConfig, port=0)) as after:
             assert after["decode"].http != port
-    with reserved_ports(load(ServeConfig)) as again:
-        assert again == before
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"port": 8100},
+        {"port": 8099},  # and so 8100 for operators
+        {"port": 8000, "admin_port": 8201},
+        {"port": 8000, "prefill_port": 8200},
+        {"port": 8000, "decode_port": 8101},
+        {"port": 9001, "prefill_port": 9000},
+        {"port": 0, "engine_args": ["--data-parallel-size", "3"]},
+        {"port": 0, "prefill_args": "--data_parallel_size=3", "decode_args": "-dp 2"},
+    ],
+)
+def test_no_port_is_chosen_twice(flags: dict[str, Any]) -> None:
+    config = load(ServeConfig, **flags)
+    chosen = choose_ports(config)
+    taken = [port for each in router_listeners(config) for port in each.ports]
+    for role, args in (("prefill", config.prefill_args), ("decode", config.decode_args)):
+        each, ranks = chosen[role], data_parallel_size([*config.engine_args, *args])  # type: ignore[index]
+        taken += [each.http, *range(each.events, each.events + ranks)]
+        taken += range(each.side_channel, each.side_channel + ranks)
+    assert len(taken) == len({*taken}), taken
+    for role in ("prefill", "decode"):
+        assert flags.get(f"{role}_port", chosen[role].http) == chosen[role].http  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"port": 8000, "admin_port": 8000}, "--port and --admin-port both mean port 8000"),
+        ({"port": 9000, "prefill_port": 9000}, "--port and --prefill-port both mean port 9000"),
+        ({"port": 9000, "decode_port": 9001}, "--admin-port and --decode-port both mean port 9001"),
+        ({"prefill_port": 9000, "decode_port": 9000}, "--prefill-port and --decode-port both mean port 9000"),
+        ({"host": "0.0.0.0", "port": 9000, "decode_port": 9000}, "--port and --decode-port both"),
+        ({"host": "localhost", "port": 9000, "decode_port": 9000}, "--port and --decode-port both"),
+        ({"port": 65535}, "--admin-port: 65536 is no port"),
+    ],
+)
+def test_ports_that_are_one(flags: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        choose_ports(load(ServeConfig, **flags))
+
+
+def test_one_port_at_two_addresses() -> None:
+    config = load(ServeConfig, host="10.0.0.5", port=8000, admin_port=8000)
+    assert numbers(choose_ports(config)) == [8100, 8101, 8102, 8200, 8201, 8202]
+
+
+def test_the_routers_ports_are_kept_while_engines_start() -> None:
+    # Its own `listen` comes a minute later, when another run has long chosen its engines' ports.
+    port, other = free_ports(2)
+    with reserved_ports(load(ServeConfig, port=port, admin_port=other)):
+        for name, flags in {"port": {"port": port}, "admin-port": {"port": 0, "admin_port": other}}.items():
+            with (
+                pytest.raises(ConfigError, match=f"give another --{name}"),
+                reserved_ports(load(ServeConfig, **flags)),
+            ):
+                pass
+        with (
+            pytest.raises(ConfigError, match="leave --decode-port"),
+            reserved_ports(load(ServeConfig, port=0, decode_port=port)),
+        ):
+            pass
+
+
+def test_ranks_of_an_engine_have_ports_of_their_own() -> None:
+    config = load(EngineSettings, port=9000, engine_args=["--data-parallel-size=4"])
+    listeners = engine_listeners(config, "decode", "10.0.0.5")
+    assert [[*each.ports] for each in listeners] == [
+        [9000],
+        [9001, 9002, 9003, 9004],
+        [9005, 9006, 9007, 9008],
+    ]
+    config = load(EngineSettings, port=9000, side_channel_port=9003, engine_args=["--data-parallel-size=4"])
+    with pytest.raises(ConfigError, match="--events-port and --side-channel-port both mean port 9003"):
+        check_listeners(engine_listeners(config, "decode", "10.0.0.5"), are_here=False)
+
+
+@pytest.mark.parametrize(
+    ("args", "size"),
+    [
+        ([], 1),
+        (["--data-parallel-size", "4"], 4),
+        (["--data_parallel_size=4"], 4),
+        (["-dp", "2", "--dtype", "float32"], 2),
+        (["--data-parallel-size"], 1),
+        (["--data-parallel-size", "many"], 1),
+        (["--data-parallel-size-local", "4"], 1),
+    ],
+)
+def test_data_parallel_size(args: list[str], size: int) -> None:
+    assert data_parallel_size(args) == size

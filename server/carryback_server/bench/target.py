@@ -105,7 +105,9 @@ async def started(
         port, admin_port = launch.free_ports(2)
         commands = [_router(settings, config, port, admin_port, log_dir)]
         if aggregated:
-            ports = stack.enter_context(launch.reserved_ports(settings))["decode"]
+            # The ports that are set are those of the `carryback serve`.
+            anywhere = dict.fromkeys(("port", "admin_port", "prefill_port", "decode_port"), 0)
+            ports = stack.enter_context(launch.reserved_ports(settings.model_copy(update=anywhere)))["decode"]
             commands.append(await _aggregated(settings, found, ports, aggregated_devices))
         engines = Engines(
             commands,
