@@ -16,9 +16,6 @@ from carryback_server.errors import ApiError
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
 
-# How an engine is told where KV lies, and that it may fetch it there.
-_OURS_ALONE = ("kv_transfer_params", "ec_transfer_params")
-
 
 class Body:
     """One request's body.
@@ -41,8 +38,10 @@ class Body:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
         self.size = len(data)
-        for name in _OURS_ALONE:
-            self._fields.pop(name, None)
+
+    def names(self) -> list[str]:
+        """Its fields."""
+        return list(self._fields)
 
     def raw(self, name: str) -> bytes | None:
         """The bytes of a field's value; None if it is absent."""
@@ -77,7 +76,7 @@ class Body:
     def pop(self, name: str) -> Any:
         """Take a field out; its value, or None."""
         value = self.get(name)
-        self._fields.pop(name, None)
+        self.size -= len(self._fields.pop(name, b""))
         return value
 
     def put(self, name: str, value: Any) -> None:

@@ -33,6 +33,7 @@ from pydantic_settings import (
 )
 
 from carryback_server.profiles import ProfileName
+from carryback_server.trust import never_passed
 
 # What `carryback serve` keeps to explain reuse, if nobody but this machine reaches it.
 EXPLAIN_BYTES = 64 * 1024 * 1024
@@ -244,6 +245,18 @@ class RouterConfig(SharedConfig):
     "Who may ask for what, YAML; everybody without it."
     api_keys: Separated = Field([], repr=False)
     "Each `tenant=key` or `tenant=sha256:<hash>`."
+
+    pass_fields: Separated = []
+    """Body fields that reach the engines although there are several tenants: those that security.md calls `alone`, those
+    that it does not list, and `vllm_xargs.<key>`."""
+
+    @field_validator("pass_fields")
+    @classmethod
+    def _check_pass_fields(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if never_passed(name):
+                raise ValueError(f"{name} can never be passed as it is: it is the router's")
+        return names
 
     state: str = Field("memory", pattern=r"^(memory$|rediss?://|unix://)", repr=False)
     "Where records and conversations are kept: `memory`, or the `redis://` URL that several routers share."

@@ -235,6 +235,11 @@ class Metrics:
             "tenant_held_blocks", "KV blocks pinned for a tenant's conversations.", "tenant"
         )
 
+        self.fields_dropped = counter(
+            "fields_dropped",
+            "Fields of bodies that are not for clients to set, and reached no engine.",
+            "field",
+        )
         self.rate_uncounted = counter(
             "tenant_rate_uncounted_requests",
             "Requests whose rate one router counted alone, since Redis was gone.",

@@ -39,6 +39,7 @@ from carryback_server.relay import Answer, Relay, begin
 from carryback_server.state import Conversation, Record, StateDown, make_state
 from carryback_server.tenants import Tenant, Tenants
 from carryback_server.tracing import Trace, make_tracer
+from carryback_server.trust import Trust, check_media
 from carryback_server.upstream import Reply
 
 logger = logging.getLogger("carryback")
@@ -142,6 +143,7 @@ class Pipeline:
         self._told: dict[str, asyncio.Future[bytes]] = {}
         self.live = Live(self.costs.saved_s)
         self.tenants = tenants
+        self._trust = Trust(config.pass_fields, lambda name: metrics.fields_dropped.labels(name).inc())
         self._tracer = make_tracer(config, metrics)
         self._access_log = AccessLog(config.log_format, metrics.log_lines_dropped)
         self.state = make_state(
@@ -291,8 +293,12 @@ class Pipeline:
         tenant = self.tenants.of(request.headers)
         async with tenant.admit():
             data = await self._read(request)
-            tenant.check_model(Body(data).get("model"))
-            reply, content = await self._ask_any(request.path, data)
+            body = Body(data)
+            tenant.check_model(body.get("model"))
+            if not tenant.is_alone:
+                check_media(body)
+            self._trust.apply(body, None if tenant.is_alone else tenant.own)
+            reply, content = await self._ask_any(request.path, body.encode({}))
         return web.Response(status=reply.status, body=content, headers={"Content-Type": reply.content_type})
 
     async def explain(self, tenant: str, conversation: str) -> Explanation:
@@ -353,12 +359,13 @@ class Pipeline:
         if (salt := tenant.salt(body.get("cache_salt"))) is not None:
             body.put("cache_salt", salt)
         if not tenant.is_alone:
-            tenant.check_media(body.raw("input" if isinstance(endpoint, Responses) else "messages") or b"")
+            check_media(body)
         if isinstance(endpoint, Responses):
             trip.chain = await self._chains.resolve(tenant.name, body)
         trip.who = who = identify(
             headers, body, endpoint, self._identifier, tenant=tenant.name, chain=trip.chain
         )
+        self._trust.apply(body, None if tenant.is_alone else tenant.own)
         entry.conversation, entry.turn, entry.step = who.conversation, who.turn, who.step
         trip.headers.update(_headers(trip.request, who))
         trip.use = _reuse_switch(headers)

@@ -208,35 +208,9 @@ class Tenant:
             return client_salt
         return self._salt if client_salt is None else _salt(self.name, client_salt)
 
-    def check_media(self, messages: bytes) -> None:
-        """Whether no part of the messages has an id of the client's own (`uuid`) for its image, audio or video.
-
-        Engines keep media under that id, whoever sent them and whatever the salt, and serve them to whoever
-        names it: it would be a way to read another tenant's images.
-
-        Args:
-            messages: the body's `messages`, or the `input` of a Responses request, JSON as it came.
-
-        Raises:
-            ApiError: 400, there is one, and there are other tenants; or no JSON.
-        """
-        # The letters of `uuid` have no other spelling in JSON than these two.
-        if self.is_alone or (b'"uuid"' not in messages and b"\\u00" not in messages):
-            return
-        try:
-            decoded = msgspec.json.decode(messages)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, f"the messages are not valid JSON: {error}", code="invalid_json") from error
-        for message in decoded if isinstance(decoded, list) else []:
-            content = message.get("content") if isinstance(message, dict) else None
-            for part in content if isinstance(content, list) else []:
-                if isinstance(part, dict) and part.get("uuid") is not None:
-                    raise ApiError(
-                        400,
-                        "a content part has a uuid; engines share what they keep under it among all tenants",
-                        code="uuid_not_allowed",
-                        param="uuid",
-                    )
+    def own(self, value: str) -> str:
+        """A client's value that no other tenant can have, in the same way at all routers and over restarts."""
+        return _salt(self.name, value)
 
 
 class Tenants:

@@ -315,7 +315,7 @@ class StubEngine:
             request.method, request.path, request.headers, request.body,
             body if isinstance(body, dict) else None,
         )  # fmt: skip
-        if request.path.startswith("/v1/") and request.method == "POST":
+        if request.method == "POST":
             self.received.append(received)
         fault = self._fault_for(received)
         if fault.hang:

@@ -26,8 +26,7 @@ def of(**fields: Any) -> Body:
 
 @given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), JSON, max_size=6))
 def test_every_field_goes_on_as_it_came(fields: dict[str, Any]) -> None:
-    for name in ("kv_transfer_params", "ec_transfer_params"):
-        fields.pop(name, None)
+    fields.pop("kv_transfer_params", None)
     sent = json.loads(Body(json.dumps(fields).encode()).encode({"kv_transfer_params": {"a": 1}}))
     assert sent.pop("kv_transfer_params") == {"a": 1}
     assert sent == fields
@@ -63,13 +62,6 @@ def test_what_is_no_object_is_refused(value: bytes) -> None:
         Body(value)
     assert caught.value.status == 400
     assert json.loads(caught.value.body())["error"]["code"] == "invalid_json"
-
-
-def test_a_clients_transfer_parameters_go_nowhere() -> None:
-    body = Body(
-        b'{"kv_transfer_params": {"do_remote_prefill": true}, "ec_transfer_params": {}, "prompt": "x"}'
-    )
-    assert body.encode({}) == b'{"prompt":"x"}'
 
 
 CHAT = ENDPOINTS["/v1/chat/completions"]

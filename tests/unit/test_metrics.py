@@ -76,6 +76,7 @@ def test_no_label_can_be_chosen_by_a_client() -> None:
     allowed = {
         *("endpoint", "status", "code", "outcome", "reason", "source", "hop", "role", "engine", "result"),
         *("tenant", "operation", "rank", "version", "prefill", "decode"),
+        "field",  # names of `trust.FIELDS`, and `other`
     }
     assert {label for metric in ours() for label in metric._labelnames} == allowed
 

@@ -421,48 +421,6 @@ def test_a_salt_that_is_none(client_salt: object) -> None:
         assert (caught.value.status, caught.value.param) == (400, "cache_salt")
 
 
-# -- media
-
-
-def _image(**more: object) -> bytes:
-    part = {"type": "image_url", "image_url": None, **more}
-    return json.dumps([{"role": "user", "content": [{"type": "text", "text": "?"}, part]}]).encode()
-
-
-@pytest.mark.parametrize("messages", [_image(uuid="sku-1"), _image(uuid="1").replace(b"uuid", b"\\u0075uid")])
-def test_media_ids_of_the_clients_own(messages: bytes) -> None:
-    Tenants().of(CIMultiDict()).check_media(messages)
-    with pytest.raises(ApiError) as caught:
-        Tenants(None, [f"acme={ACME}"]).of(_bearer(ACME)).check_media(messages)
-    assert (caught.value.status, caught.value.param) == (400, "uuid")
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        _image(),
-        _image(uuid=None),
-        json.dumps([{"role": "tool", "content": '{"uuid": "u"}'}]).encode(),
-        json.dumps([{"role": "user", "content": [{"type": "text", "text": '"uuid"'}]}]).encode(),
-        json.dumps([{"content": [{"type": "tool_use", "input": {"uuid": "u"}}]}]).encode(),
-        b'"what is a \\u0075uid, a \\"uuid\\"?"',
-        b'{"uuid": 1}',
-        b'["uuid", null, {"content": {"uuid": 1}}]',
-    ],
-)
-def test_other_messages_pass(messages: bytes) -> None:
-    Tenants(None, [f"acme={ACME}"]).of(_bearer(ACME)).check_media(messages)
-
-
-@pytest.mark.parametrize(
-    "messages", [b'["uuid"', b'["\\u00zz"]', b'["uuid"\xff]', b'["uuid",' + b"[" * 100_000]
-)
-def test_messages_that_are_no_json(messages: bytes) -> None:
-    with pytest.raises(ApiError) as caught:
-        Tenants(None, [f"acme={ACME}"]).of(_bearer(ACME)).check_media(messages)
-    assert caught.value.code == "invalid_json"
-
-
 # -- secrets
 
 
