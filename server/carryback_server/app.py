@@ -16,6 +16,15 @@ from carryback_server import dashboard, live, workers
 from carryback_server.address import in_url
 from carryback_server.chains import busy
 from carryback_server.config import ConfigError, Engines, RouterConfig
+from carryback_server.connections import (
+    LINGER_S,
+    Connections,
+    Limits,
+    Port,
+    affordable,
+    head_too_large,
+    raise_open_files,
+)  # fmt: skip
 from carryback_server.endpoints import ENDPOINTS, FORWARDED, REFUSED, error_response, refused
 from carryback_server.errors import ApiError, HideMalformed
 from carryback_server.metrics import CONTENT_TYPE, Metrics
@@ -72,6 +81,7 @@ class Router:
         self._page = dashboard.load()
         self._applying: set[asyncio.Task[None]] = set()
         self._runners: list[web.AppRunner] = []
+        self.connections: dict[str, Connections] = {}
         self.is_draining = False
         self.url = ""
         self.admin_url = ""
@@ -83,6 +93,8 @@ class Router:
             OSError: a port is taken.
         """
         config = self.config
+        open_files = raise_open_files()
+        most = affordable(config.max_connections, open_files)
         expect: dict[str, Any] = {"expect_handler": _expect}
         clients = web.Application(client_max_size=config.max_body_bytes, middlewares=[self._errors])
         for path in ENDPOINTS:
@@ -119,24 +131,47 @@ class Router:
         await self.pipeline.start()
         self.pipeline.holding.pins.shares = _shares(self.tenants)
         try:
-            self.url = await self._listen(clients, config.host, config.port)
+            self.url = await self._listen(
+                "clients", clients, config.host, config.port, most, config.max_connections_per_address
+            )
             admin_port = config.admin_port
             if admin_port is None:
                 admin_port = config.port + 1 if config.port else 0
-            self.admin_url = await self._listen(admin, config.admin_host, admin_port)
+            self.admin_url = await self._listen(
+                "operators", admin, config.admin_host, admin_port, config.max_admin_connections
+            )
         except OSError:
             await self.stop()
             raise
 
-    async def _listen(self, app: web.Application, host: str, port: int) -> str:
+    async def _listen(
+        self, name: str, app: web.Application, host: str, port: int, most: int, per_address: int | None = None
+    ) -> str:
+        limits = Limits(
+            connections=most,
+            per_address=per_address,
+            head_bytes=self.config.max_head_bytes,
+            head_timeout_s=self.config.head_timeout_s,
+            send_timeout_s=self.config.send_timeout_s,
+        )
+        self.connections[name] = limited = Connections(
+            limits,
+            on_closed=lambda reason: self.metrics.connections_closed.labels(reason).inc(),
+            on_malformed=lambda: self.metrics.requests.labels("unknown", "400").inc(),
+        )
         # A client that goes away cancels its handler, and with it both hops.
-        runner = web.AppRunner(
+        runner = Port(
             app,
+            limited,
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=self.config.shutdown_timeout_s,
             max_line_size=self.config.max_header_bytes,
             max_field_size=self.config.max_header_bytes,
+            keepalive_timeout=self.config.keepalive_timeout_s,
+            lingering_time=LINGER_S,
+            # Whose body it is, comes first (`carryback_server.reading`).
+            auto_decompress=True,
         )
         self._runners.append(runner)
         await runner.setup()
@@ -178,6 +213,11 @@ class Router:
         is_counted = request.method == "POST" and request.path in ENDPOINTS  # by the pipeline
         status = 499  # the client went away
         try:
+            if (
+                sum(len(name) + len(value) for name, value in request.raw_headers)
+                > self.config.max_head_bytes
+            ):
+                raise head_too_large(self.config.max_head_bytes)
             response: web.StreamResponse = await handler(request)
             status = response.status
         except (ApiError, StateDown, StateBusy) as error:

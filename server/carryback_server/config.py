@@ -197,6 +197,21 @@ class RouterConfig(SharedConfig):
     max_body_bytes: int = Field(64 * 1024 * 1024, gt=0)
     max_header_bytes: int = Field(16 * 1024, gt=0)
     "Of one header, and of the request line."
+    max_head_bytes: int = Field(64 * 1024, gt=0)
+    "Of a request's line and headers, all of them."
+    max_connections: int = Field(4096, gt=0)
+    """Of clients at a time; fewer if not so many files can be open. Above it, connections with nothing to do are
+    closed, those first that never sent a request."""
+    max_connections_per_address: int | None = Field(None, gt=0)
+    "Of one address; any number unless given, since a load balancer has one address for all."
+    max_admin_connections: int = Field(256, gt=0)
+    "Of the operators' port."
+    head_timeout_s: float = Field(15.0, gt=0)
+    "For a request's head to come: from its first byte, or from the begin of a connection."
+    keepalive_timeout_s: float = Field(630.0, gt=0)
+    "How long a connection may be idle between requests; load balancers keep theirs for 600 s at most."
+    send_timeout_s: float = Field(60.0, gt=0)
+    "In which a client takes nothing of its answer, until its connection is broken off."
     body_timeout_s: float = Field(60.0, gt=0)
     "For a request's body to come."
     shutdown_wait_s: float = Field(0.0, ge=0)

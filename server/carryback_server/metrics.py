@@ -259,6 +259,13 @@ class Metrics:
         # -- the router itself
         self.workers = gauge("workers", "Worker processes of the router.")
         self.build = gauge("build_info", "The router's version.", "version", over_workers="livemax")
+        self.connections_closed = counter(
+            "connections_closed", "Clients' connections closed or refused for a limit, by reason.", "reason"
+        )
+        self.body_workers_lost = counter(
+            "body_workers_lost",
+            "Processes for large bodies that ended, or were ended since a body took too long.",
+        )
         self.log_lines_dropped = counter("log_lines_dropped", "Lines of the access log that nobody took.")
         self.trace_spans = counter("trace_spans", "Spans handed to the collector, by result.", "result")
         self.workers.set(1)
