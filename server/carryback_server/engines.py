@@ -19,7 +19,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from carryback_server.alike import Need
 from carryback_server.config import RouterConfig
 from carryback_server.ejection import Ejection
-from carryback_server.errors import ApiError
+from carryback_server.errors import ApiError, foreign
 from carryback_server.metrics import Metrics
 from carryback_server.upstream import ConnectFailed, Reply, Upstream, UpstreamError
 
@@ -317,6 +317,8 @@ class Engine:
             reply, content = await self._ask("GET", path, timeout_s=self._config.probe_timeout_s)
         except OSError as error:
             raise ApiError(502, "the engine did not answer", code="engine_failed") from error
+        if (problem := foreign(reply.status, reply.content_type)) is not None:
+            raise problem
         return reply.status, reply.content_type, content
 
     def go(self, key: str, params: bytes) -> None:

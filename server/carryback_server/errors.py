@@ -73,6 +73,24 @@ class ApiError(Exception):
         return b"data: " + self.body() + b"\n\n"
 
 
+def foreign(status: int, content_type: str) -> ApiError | None:
+    """The error in the place of an answer that is no engine's, such as a page of a proxy; None if it is one's.
+
+    A 4xx keeps its status, which may be about the client's request: a mesh's own limits answer so.
+    """
+    kind = content_type.partition(";")[0].strip().lower()
+    if (
+        kind == "application/json"
+        or kind.endswith("+json")
+        or (kind == "text/event-stream" and status == 200)
+    ):
+        return None
+    message = (
+        f"the engine answered with status {status} and {kind[:100]!r}, which is no answer of an engine's"
+    )
+    return ApiError(status if status >= 400 else 502, message, code="engine_failed")
+
+
 class HideMalformed(logging.Filter):
     """For the logger `aiohttp.server`: it would print the header that it could not read, which may be a key."""
 

@@ -27,7 +27,7 @@ from carryback_server.costs import Costs
 from carryback_server.decoding import Decoding
 from carryback_server.endpoints import ENDPOINTS, Endpoint, Responses
 from carryback_server.engines import Engine, EngineDown, Visit
-from carryback_server.errors import ApiError
+from carryback_server.errors import ApiError, foreign
 from carryback_server.explain import CannotAsk, Explanation, Explanations, Kept, explain
 from carryback_server.hold import Holding, whole
 from carryback_server.identify import Who, identify
@@ -343,7 +343,10 @@ class Pipeline:
         try:
             async with engine.within(self._config.prefill_timeout_s):
                 reply = await engine.post(path, data, request_id=self._key())
-                return reply, await reply.read()
+                content = await reply.read()
+            if (problem := foreign(reply.status, reply.content_type)) is not None:
+                raise problem
+            return reply, content
         except EngineDown as error:
             raise ApiError(502, "the engine did not answer", code="engine_failed") from error
 
@@ -571,6 +574,8 @@ class Pipeline:
                 said = content[:500].decode(errors="replace")
                 raise EngineDown(engine, f"status {status}", is_over=True, said=said)
         if status != 200:
+            if (problem := foreign(status, content_type)) is not None:
+                content_type, content = "application/json", trip.endpoint.error_body(problem)
             raise Refused(status, content_type, content)
         try:
             answer = msgspec.json.decode(content, type=dict[str, Any])

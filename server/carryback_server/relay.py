@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from carryback_server.endpoints import Endpoint
-from carryback_server.errors import ApiError
-from carryback_server.upstream import BrokeOff, IdleTimeout, Reply, UpstreamError
+from carryback_server.errors import ApiError, foreign
+from carryback_server.upstream import BadAnswer, BrokeOff, IdleTimeout, Reply, UpstreamError
 
 # Of a stream that the client is slow to take; then the engine's is not read on.
 MAX_UNSENT_BYTES = 2**18
@@ -48,9 +48,14 @@ async def begin(reply: Reply, endpoint: Endpoint) -> Answer:
     A stream's status says nothing: vLLM sends it before it knows whether the request will work.
 
     Raises:
-        UpstreamError: it was broken off.
+        UpstreamError: it was broken off, or is no answer of an engine's.
     """
     try:
+        if (problem := foreign(reply.status, reply.content_type)) is not None:
+            if reply.status == 200:
+                raise BadAnswer(problem.message)
+            await reply.read()
+            return Answer(reply.status, "application/json", endpoint.error_body(problem), False, reply)
         if not reply.content_type.startswith("text/event-stream"):
             return Answer(reply.status, reply.content_type, await reply.read(), False, reply)
         first = await reply.read_some()

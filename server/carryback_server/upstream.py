@@ -11,6 +11,7 @@ import errno
 import socket
 import ssl
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -22,6 +23,12 @@ import httptools
 KEEPALIVE_S = 2.0
 # Of an answer that nobody takes; then no more of it is read from the socket.
 MAX_WAITING_BYTES = 2**20
+# Of an answer's head with all that precedes it, and of what frames its body. vLLM sends some 300 bytes in 7 headers, meshes
+# add to that.
+MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 256
+# Of a compressed answer, what one read from the socket (at most 256 KiB) may become.
+MAX_DECODED_BYTES = 2**24
 # A host that has lost its power or its link closes no connection: the kernel asks whether it is there, not the engine,
 # which may be busy for longer.
 _ALIVE = (
@@ -49,6 +56,10 @@ class ConnectFailed(UpstreamError):
 
 class BrokeOff(UpstreamError):
     """The connection ended before the answer did, or what came is not HTTP."""
+
+
+class BadAnswer(BrokeOff):
+    """HTTP, and nothing that an engine answers."""
 
 
 class IdleTimeout(UpstreamError):
@@ -216,6 +227,55 @@ class Reply:
             self._waiter.set_result(None)
 
 
+class _Decoder:
+    """Undoes an answer's `Content-Encoding`. The router asks for none; a mesh may compress all the same.
+
+    Raises:
+        BadAnswer: it is another than gzip and deflate.
+    """
+
+    def __init__(self, encoding: str) -> None:
+        if encoding not in ("gzip", "x-gzip", "deflate"):
+            raise BadAnswer(f"Content-Encoding {encoding[:100]!r}, which nobody asked for")
+        self._is_gzip = encoding != "deflate"
+        self._member: Any = None
+
+    def feed(self, data: bytes) -> bytes:
+        """What a piece of the body says.
+
+        Raises:
+            BadAnswer: it is not compressed as it says, or becomes too much.
+        """
+        decoded, left = [], MAX_DECODED_BYTES
+        while data:
+            if self._member is None or self._member.eof:
+                self._member = self._begin(data)
+            try:
+                decoded.append(self._member.decompress(data, left))
+            except zlib.error as error:
+                raise BadAnswer(f"a body that is not compressed as it says ({error})") from error
+            left -= len(decoded[-1])
+            if self._member.unconsumed_tail or left <= 0:
+                raise BadAnswer(f"a compressed body, {MAX_DECODED_BYTES} bytes of it at once")
+            data = self._member.unused_data
+        return b"".join(decoded)
+
+    def end(self) -> None:
+        """The body is over.
+
+        Raises:
+            BadAnswer: it has not come to its own end.
+        """
+        if self._member is not None and not self._member.eof:
+            raise BadAnswer("a compressed body that is cut off")
+
+    def _begin(self, data: bytes) -> Any:
+        if self._is_gzip:
+            return zlib.decompressobj(16 + zlib.MAX_WBITS)
+        # RFC 9110, 8.4.1.2: in zlib's format, and some servers send it bare. A zlib header begins with method 8.
+        return zlib.decompressobj(zlib.MAX_WBITS if data[0] & 0x0F == 8 else -zlib.MAX_WBITS)
+
+
 class _Connection(asyncio.Protocol):
     """One connection, one exchange at a time."""
 
@@ -227,6 +287,10 @@ class _Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._framed = False
         self._is_interim = False
+        self._decoder: _Decoder | None = None
+        self._header_count = self._header_bytes = 0
+        # Bytes that came since some of a body did.
+        self._overhead = 0
         self.is_open = False
         self.is_paused = False
         self.idle_since = 0.0
@@ -235,6 +299,8 @@ class _Connection(asyncio.Protocol):
         """Send a request; its answer, once the headers are there."""
         self._reply = reply = Reply(self)
         self._framed = False
+        self._decoder = None
+        self._header_count = self._header_bytes = self._overhead = 0
         self._transport.write(head + body if len(body) < 65536 else head)
         if len(body) >= 65536:
             self._transport.write(body)
@@ -271,13 +337,17 @@ class _Connection(asyncio.Protocol):
             transport.get_extra_info("socket").setsockopt(*option)
 
     def data_received(self, data: bytes) -> None:
+        self._overhead += len(data)
         try:
             self._parser.feed_data(data)
             if self._pieces:
                 self._pass_on()
-        except httptools.HttpParserError as error:
+            if self._overhead > MAX_HEAD_BYTES:
+                raise BadAnswer(f"a head of more than {MAX_HEAD_BYTES} bytes")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, BadAnswer) as error:
             # What a sink raises, too.
-            self._fail(BrokeOff(f"broke off ({error.__context__ or error})"))
+            cause = error if isinstance(error, BadAnswer) else error.__context__ or error
+            self._fail(cause if isinstance(cause, BadAnswer) else BrokeOff(f"broke off ({cause})"))
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -285,7 +355,10 @@ class _Connection(asyncio.Protocol):
         if self in self._idle:
             self._idle.remove(self)
         if self._reply is not None and self._reply.status and not self._framed and exc is None:
-            self.on_message_complete()  # an answer that ends with its connection
+            try:
+                self.on_message_complete()  # an answer that ends with its connection
+            except BadAnswer as error:
+                self._fail(error)
         else:
             self._fail(BrokeOff(f"broke off ({exc or 'connection closed'})"))
 
@@ -306,8 +379,15 @@ class _Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._reply is not None:
+            self._header_count += 1
+            self._header_bytes += len(name) + len(value)
+            if self._header_count > MAX_HEADERS or self._header_bytes > MAX_HEAD_BYTES:
+                raise BadAnswer(f"more than {MAX_HEADERS} headers, or {MAX_HEAD_BYTES} bytes of them")
             lower = name.decode("latin-1").lower()
-            self._reply.headers[lower] = value.decode("latin-1")
+            text = value.decode("latin-1")
+            if lower in ("content-encoding", "transfer-encoding") and lower in self._reply.headers:
+                text = f"{self._reply.headers[lower]}, {text}"
+            self._reply.headers[lower] = text
             if lower in ("content-length", "transfer-encoding"):
                 self._framed = True
 
@@ -316,27 +396,40 @@ class _Connection(asyncio.Protocol):
             return
         status = self._parser.get_status_code()
         self._is_interim = status < 200  # the answer is yet to come
-        if self._is_interim:
+        if self._is_interim and status != 101:
             self._reply.headers.clear()
             return
+        if status != 200 and not 400 <= status < 600:
+            raise BadAnswer(f"status {status}, which no engine answers with")
+        if codings := _codings(self._reply.headers.get("content-encoding", "")):
+            self._decoder = _Decoder(codings)
+        if (codings := _codings(self._reply.headers.get("transfer-encoding", ""))) not in ("", "chunked"):
+            raise BadAnswer(f"Transfer-Encoding {codings[:100]!r}, which nobody asked for")
         self._reply.status = status
         if not self._reply.headed.done():
             self._reply.headed.set_result(None)
 
     def on_body(self, body: bytes) -> None:
         # An engine that is quick sends many chunks at once: they go on as one piece.
+        self._overhead = 0
         self._pieces.append(body)
 
     def _pass_on(self) -> None:
         pieces, self._pieces = self._pieces, []
-        if self._reply is not None:
-            self._reply.body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if self._decoder is not None:
+            piece = self._decoder.feed(piece)
+        if self._reply is not None and piece:
+            self._reply.body(piece)
 
     def on_message_complete(self) -> None:
         if self._is_interim:
             return
+        self._overhead = 0
         if self._pieces:
             self._pass_on()
+        if self._decoder is not None:
+            self._decoder.end()
         reply, self._reply = self._reply, None
         if reply is None:
             return
@@ -371,7 +464,8 @@ class Upstream:
         self._tls = ssl.create_default_context() if self._is_tls else None
         self._prefix = parts.path.rstrip("/")
         self._connect_timeout_s = connect_timeout_s
-        self._headers = f"Host: {parts.netloc.rpartition('@')[2]}\r\n{_lines(headers)}"
+        host = parts.netloc.rpartition("@")[2]
+        self._headers = f"Host: {host}\r\nAccept-Encoding: identity\r\n{_lines(headers)}"
         self._idle: list[_Connection] = []
 
     async def request(
@@ -414,6 +508,12 @@ class Upstream:
         except (OSError, TimeoutError) as error:
             raise ConnectFailed(error) from error
         return connection
+
+
+def _codings(header: str) -> str:
+    """The codings of a header that change anything."""
+    codings = (each.strip().lower() for each in header.split(","))
+    return ", ".join(each for each in codings if each not in ("", "identity"))
 
 
 def _leave_aside(piece: bytes) -> None:
