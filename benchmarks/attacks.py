@@ -518,44 +518,34 @@ async def _many(
 
 @attack("responses", redis=("--maxmemory", "64mb", "--maxmemory-policy", "volatile-ttl"))
 async def responses(scene: Scene) -> Outcome:
-    """80 stored responses of 2 MB into a Redis that has 64 MiB: what is evicted is not the innocent tenant's"""
-    await _stored(scene, 2_000_000)
+    """40 stored responses of 2 MB into a Redis that has 64 MiB: what is evicted is not the innocent tenant's"""
+    for number in range(40):
+        script = [(0.0, event) for event in _events(f"resp_{number}", 2_000_000)]
+        await scene.fault(path=RESPONSES, contains=f"FILL {number}.", hop="decode", script=script, times=None)
     before = scene.redis.client.info("stats")["evicted_keys"]
-    replies = await _many(scene, 80, 4, lambda number: _response(scene, number))
-    stats, used = scene.redis.client.info("stats"), scene.redis.client.info("memory")["used_memory"] / MIB
+    replies = await _many(scene, 40, 4, lambda number: _response(scene, number))
+    evicted = scene.redis.client.info("stats")["evicted_keys"] - before
+    used = scene.redis.client.info("memory")["used_memory"] / MIB
     outcome = _answered(replies, 200, 413, 429, 507)
-    return Outcome(
-        f"{outcome.said}; {used:.0f} MiB in Redis, {stats['evicted_keys'] - before} keys evicted",
-        outcome.held,
-    )
+    return Outcome(f"{outcome.said}; {used:.0f} MiB in Redis, {evicted} keys evicted", outcome.held)
 
 
-async def _stored(scene: Scene, size: int) -> None:
-    """Let the engines answer requests to `/v1/responses` with so many bytes."""
-    text = "a" * size
-    item = {
-        "type": "message",
-        "id": "m",
-        "role": "assistant",
-        "status": "completed",
-        "content": [{"type": "output_text", "text": text, "annotations": []}],
-    }
-    answer = {
-        "id": "resp_0", "object": "response", "status": "completed", "model": "stub", "output": [item], "created_at": 1,
-        "usage": {"input_tokens": 10, "output_tokens": 10, "total_tokens": 20},
-    }  # fmt: skip
-    start = {"type": "response.created", "response": {**answer, "output": [], "status": "in_progress"}}
-    events = [
-        start,
+def _events(id: str, size: int) -> list[str]:
+    """An answer of so many bytes, as `/v1/responses` streams it."""
+    text = {"type": "output_text", "text": "a" * size, "annotations": []}
+    item = {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": [text]}
+    usage = {"input_tokens": 10, "output_tokens": 10, "total_tokens": 20}
+    whole = {"id": id, "object": "response", "created_at": 1, "model": "stub", "usage": usage}
+    events: list[dict[str, Any]] = [
+        {"type": "response.created", "response": {**whole, "status": "in_progress", "output": []}},
         {"type": "response.output_text.delta", "delta": "a"},
-        {"type": "response.completed", "response": answer},
+        {"type": "response.completed", "response": {**whole, "status": "completed", "output": [item]}},
     ]
-    script = [(0.0, f"event: {event['type']}\ndata: {json.dumps(event)}\n\n") for event in events]
-    await scene.fault(times=None, path=RESPONSES, contains="FILL", hop="decode", script=script)
+    return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events]
 
 
 async def _response(scene: Scene, number: int) -> Reply:
-    body = {"model": "stub", "input": f"FILL {number}", "stream": True}
+    body = {"model": "stub", "input": f"FILL {number}.", "stream": True}
     return await scene.ask(
         "POST", RESPONSES, json.dumps(body).encode(), {"X-Conversation-ID": f"fill-{number}"}
     )
@@ -582,28 +572,27 @@ async def one_off(scene: Scene) -> Outcome:
 
 @attack("failing")
 async def failing(scene: Scene) -> Outcome:
-    """30 requests that every engine answers with 500"""
+    """30 requests at once that every engine answers with 500"""
     await scene.fault(times=None, contains="POISON", status=500)
-    replies = [await scene.chat("POISON") for _ in range(30)]
+    replies = await _many(scene, 30, 30, lambda _: scene.chat("POISON"))
     return await _ejected(scene, replies)
 
 
 @attack("failing-late")
 async def failing_late(scene: Scene) -> Outcome:
-    """30 requests with which every decode engine breaks off, before or after its first byte"""
+    """60 requests at once with which every decode engine breaks off, before or after its first byte"""
     await scene.fault(times=None, contains="BEFORE", hop="decode", drop="before_status")
     await scene.fault(times=None, contains="WITHIN", hop="decode", error_after=2)
-    replies = [
-        await scene.chat("BEFORE" if number % 2 else "WITHIN", stream=number % 2 == 0) for number in range(30)
-    ]
+    words = ["BEFORE", "WITHIN"]
+    replies = await _many(scene, 60, 60, lambda n: scene.chat(words[n % 2], stream=bool(n % 2)))
     return await _ejected(scene, replies)
 
 
 @attack("long-answers", settings={"first_byte_timeout_s": 2.0})
 async def long_answers(scene: Scene) -> Outcome:
-    """16 answers that are not streamed and take longer than first_byte_timeout_s"""
+    """16 answers at once that are not streamed and take longer than first_byte_timeout_s"""
     await scene.fault(times=None, contains="LONG", hop="decode", answer_delay_s=4.0)
-    replies = await _many(scene, 16, 4, lambda _: scene.chat("LONG"))
+    replies = await _many(scene, 16, 16, lambda _: scene.chat("LONG"))
     return await _ejected(scene, replies)
 
 

@@ -149,9 +149,9 @@ class Scene:
                 raise RuntimeError(f"{name} cannot be drained: {reply} {reply.body!r}")
 
     async def fault(self, **fields: Any) -> None:
-        """Let something go wrong at all engines; see `stub_engine.Fault`."""
+        """Let something go wrong at all engines but the stream's; see `stub_engine.Fault`."""
         async with aiohttp.ClientSession() as session:
-            for engine in self.engines:
+            for engine in self.engines[1:]:
                 async with session.post(f"{engine['url']}/stub/faults", json=fields) as response:
                     response.raise_for_status()
 
