@@ -113,7 +113,12 @@ async def _measure(url: str, count: int, server: RedisServer | None) -> None:
 
     config = RouterConfig.model_validate({"state": url, "max_conversations": count, "state_timeout_s": 10})
     state = make_state(
-        config, on_evicted=print, on_message=print, observe=lambda *_: None, on_junk=lambda: None
+        config,
+        on_evicted=print,
+        on_message=print,
+        observe=lambda *_: None,
+        on_junk=lambda: None,
+        on_refused=lambda: None,
     )
     await state.start()
     await state.take(await state.open("tenant", "first"))

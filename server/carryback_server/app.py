@@ -396,6 +396,9 @@ class Router:
             raise ApiError(400, f"{where}: {first['msg']}", code="invalid_engines", param=where) from error
         if not any(engine.role == "decode" for engine in engines):
             raise ApiError(400, "no decode engine among them", code="invalid_engines", param="engines")
+        if self.config.is_shared and self.config.state_key is None:
+            message = "routers that share a state tell each other of engines only with a state_key, one for all of them"
+            raise ApiError(409, message, code="no_state_key", param="state_key")
         await self.pipeline.state.broadcast(data)
         return _json({"object": "engines.accepted", "count": len(engines)}, 202)
 

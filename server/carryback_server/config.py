@@ -148,7 +148,7 @@ def _separated(value: object) -> object:
 Separated = Annotated[list[str], NoDecode, BeforeValidator(_separated)]
 
 # Settings whose values are not shown, also not where they are wrong.
-SECRETS = frozenset({"engine_api_key", "api_keys", "api_key", "events_key", "state"})
+SECRETS = frozenset({"engine_api_key", "api_keys", "api_key", "events_key", "state", "state_key"})
 
 
 def _check_names(engines: list[EngineConfig]) -> list[EngineConfig]:
@@ -277,6 +277,8 @@ class RouterConfig(SharedConfig):
     "Where records and conversations are kept: `memory`, or the `redis://` URL that several routers share."
     state_prefix: str = "carryback"
     "Of all keys in Redis."
+    state_key: SecretStr | None = Field(None, min_length=24)
+    "The secret of the routers that share a state: they believe each other's messages with it, and none without it."
     state_timeout_s: float = Field(0.5, gt=0)
     "For Redis to answer; then the request goes on without reuse."
     conversation_ttl_s: float = Field(86_400.0, gt=0)

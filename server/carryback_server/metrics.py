@@ -252,6 +252,10 @@ class Metrics:
         self.state_seconds = histogram(
             "state_operation_seconds", "How long they took.", _SHORT_S, "operation"
         )
+        self.messages_refused = counter(
+            "messages_refused",
+            "Messages in Redis that no router with this state_key sent, or that came before.",
+        )
         self.state_junk = counter(
             "state_junk", "Values in Redis that were not ours, or of another version, and counted as absent."
         )

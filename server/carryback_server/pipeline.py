@@ -152,6 +152,7 @@ class Pipeline:
             on_message=on_message,
             observe=metrics.observe_state,
             on_junk=metrics.state_junk.inc,
+            on_refused=metrics.messages_refused.inc,
         )
         self._explanations = Explanations(config.explain_bytes)
         self._chains = Chains(

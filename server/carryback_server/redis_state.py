@@ -45,6 +45,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
+from carryback_server.letters import Letters
 from carryback_server.state import (
     ENTRY_BYTES,
     Boundary,
@@ -283,12 +284,14 @@ class RedisState:
     Args:
         url: `redis://`, `rediss://` or `unix://`; a server, or any node of a cluster.
         prefix: of all keys and the channel.
+        key: the routers' secret, for messages; without one, none are sent, and none are believed.
         timeout_s: for one operation.
         conversation_ttl_s: how long a conversation is remembered after its last request.
         max_conversations: how many to remember of all tenants'.
         responses_max_bytes: of all stored responses.
         on_evicted: called with the record of a conversation that was forgotten to make room, to release it.
-        on_message: called with each message that is broadcast; must not raise.
+        on_message: called with each message that a router broadcast; must not raise.
+        on_refused: called for each message that none did, or that came before.
         observe: called with each operation: its name, `done`, `failed` or `refused`, and its seconds.
         on_junk: called for each value that is not ours, and counts as absent.
     """
@@ -298,6 +301,7 @@ class RedisState:
         url: str,
         *,
         prefix: str,
+        key: str | None,
         timeout_s: float,
         conversation_ttl_s: float,
         max_conversations: int,
@@ -306,6 +310,7 @@ class RedisState:
         on_message: Callable[[bytes], None],
         observe: Callable[[str, str, float], None] = lambda operation, result, seconds: None,
         on_junk: Callable[[], None] = lambda: None,
+        on_refused: Callable[[], None] = lambda: None,
     ) -> None:
         parts = urlsplit(url)
         self._server = f"{parts.hostname}:{parts.port or 6379}" if parts.hostname else parts.path
@@ -341,6 +346,8 @@ class RedisState:
         self._on_message = on_message
         self.observe = observe
         self._on_junk = on_junk
+        self._on_refused = on_refused
+        self._letters = Letters(key, self._channel) if key is not None else None
         self._listener: asyncio.Task[None] | None = None
         self._retry_at = 0.0
         self.is_up = False
@@ -351,7 +358,8 @@ class RedisState:
         with suppress(StateDown):
             async with self._client() as client:
                 await client.ping()
-        self._listener = asyncio.create_task(self._listen())
+        if self._letters is not None:
+            self._listener = asyncio.create_task(self._listen(self._letters))
 
     async def stop(self) -> None:
         """See `State.stop`."""
@@ -524,19 +532,32 @@ class RedisState:
 
     async def broadcast(self, message: bytes) -> None:
         """See `State.broadcast`."""
+        if self._letters is None:
+            raise RuntimeError("no state_key")
         async with self._client():
-            await self._small.publish(self._channel, message)  # a cluster passes it on to all its nodes
+            await self._small.publish(
+                self._channel, self._letters.seal(message)
+            )  # a cluster passes it on to all its nodes
 
-    async def _listen(self) -> None:
+    async def _listen(self, letters: Letters) -> None:
         while True:
             try:
                 async with self._small.pubsub(ignore_subscribe_messages=True) as pubsub:
                     await pubsub.subscribe(self._channel)
                     async for message in pubsub.listen():
-                        self._on_message(message["data"])
+                        self._hear(letters, message["data"])
             except (RedisError, OSError) as error:
                 logger.debug("Redis at %s: no messages: %s", self._server, error)
             await asyncio.sleep(RETRY_S)
+
+    def _hear(self, letters: Letters, token: bytes) -> None:
+        try:
+            message = letters.open(token)
+        except ValueError as error:
+            logger.error("Redis at %s: a message was not believed: %s", self._server, error)
+            self._on_refused()
+            return
+        self._on_message(message)
 
     async def _add(
         self, ledger: str, member: str, weight: int, order: float, expired: float, ttl_s: float, capacity: int

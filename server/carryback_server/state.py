@@ -260,7 +260,10 @@ class State(Protocol):
         """What `put_response` stored."""
 
     async def broadcast(self, message: bytes) -> None:
-        """Send a message to all routers that share this state, this one included. One that is cut off misses it."""
+        """Send a message to all routers that share this state, this one included. One that is cut off misses it.
+
+        With a shared state, only for routers that have a `state_key`.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -415,6 +418,7 @@ def make_state(
     on_message: Callable[[bytes], None],
     observe: Callable[[str, str, float], None],
     on_junk: Callable[[], None],
+    on_refused: Callable[[], None],
 ) -> State:
     """The state that the setting `state` names.
 
@@ -423,6 +427,7 @@ def make_state(
         on_message: called with each message that is broadcast; must not raise.
         observe: called with each operation on Redis: its name, `done`, `failed` or `refused`, and its seconds.
         on_junk: called for each value in Redis that is not ours, and counts as absent.
+        on_refused: called for each message in Redis that no router sent, or that came before.
 
     Raises:
         ConfigError: Redis is named and its client is not installed.
@@ -443,6 +448,7 @@ def make_state(
     return RedisState(
         config.state,
         prefix=config.state_prefix,
+        key=config.state_key.get_secret_value() if config.state_key is not None else None,
         timeout_s=config.state_timeout_s,
         conversation_ttl_s=config.conversation_ttl_s,
         max_conversations=config.max_conversations,
@@ -451,4 +457,5 @@ def make_state(
         on_message=on_message,
         observe=observe,
         on_junk=on_junk,
+        on_refused=on_refused,
     )

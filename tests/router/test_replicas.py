@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from carryback_server.app import Router
+from carryback_server.letters import Letters
 from cluster import Cluster, eventually
 from redis_server import RedisServer, redis_server
 from service import TEXT, Answer, until, user
 from stub_engine import Settings, expected
 from stub_engine.prompts import CHAT, RESPONSES
 
+STATE_KEY = "a secret of these routers"
 PATIENT = Settings(grace_s=10_000)
 KEYS = ["acme=sk-acme-0123456789-0123456789", "guests=sk-guests-0123456789-012345678"]
 ACME, GUESTS = (each.partition("=")[2] for each in KEYS)
@@ -32,6 +35,7 @@ def shared(redis: RedisServer) -> dict[str, Any]:
     return {
         "state": redis.url,
         "state_prefix": uuid.uuid4().hex,
+        "state_key": STATE_KEY,
         "state_timeout_s": 5.0,
         "held_event_wait_s": 20.0,
     }
@@ -197,6 +201,89 @@ async def test_engines_posted_to_one_replica_reach_all(cluster: Cluster, shared:
     assert (await chat.say()).reuse.outcome == "hit"
     assert (await chat.say(via=routers[1])).reuse.outcome == "hit"
     await until(lambda: old.in_use == 0)
+
+
+async def test_redis_gives_routers_no_engines(
+    cluster: Cluster, shared: dict[str, Any], redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not whoever publishes there, also if it was said by a router before, or by one of another deployment."""
+    prefill, decode = await cluster.pair()
+    one, two = await replicas(cluster, shared)
+    other = await cluster.router(**shared | {"state_key": "a secret of other routers"})
+    evil, good = await cluster.engine("decode"), await cluster.engine("decode")
+
+    def engines(*decodes: Any) -> dict[str, Any]:
+        return {
+            "engines": [
+                {"role": each.role, "url": each.url, "events": each.events, "api_key": "sk-of-an-engine"}
+                for each in (prefill, *decodes)
+            ]
+        }
+
+    def names(router: Router) -> set[str]:
+        return {each.site.url for each in router.pipeline.pool.of("decode") if not each.is_draining}
+
+    channel = f"{shared['state_prefix']}:1:messages"
+    said = []
+    with redis.client.pubsub(ignore_subscribe_messages=True) as pubsub:
+        pubsub.subscribe(channel)
+        pubsub.get_message(timeout=5)
+
+        async def has_said() -> bool:
+            await cluster.admin(one, "POST", "/admin/engines", engines(decode, good))
+            while (message := pubsub.get_message()) is not None:
+                said.append(message["data"])
+            return names(one) == names(two) == {decode.url, good.url}
+
+        await eventually(has_said)
+        assert said
+        assert all(good.url.encode() not in each and b"sk-of" not in each for each in said)
+        await cluster.admin(one, "POST", "/admin/engines", engines(decode))
+    await eventually(lambda: _is(names(one) == names(two) == {decode.url}))
+    refused = await cluster.metric(one, "messages_refused_total")
+    plain = json.dumps(engines(evil)).encode()
+    forged = Letters("a secret of nobody here...", channel).seal(plain)
+    elsewhere = Letters(STATE_KEY, f"other:{channel}").seal(plain)
+    tokens = [
+        plain,
+        forged,
+        elsewhere,
+        said[-1],
+        said[-1] + b"=",
+        b"[" * 100_000,
+        b"",
+        b"\xff" * 100,
+        b"x" * 2**21,
+    ]
+    for token in tokens:
+        assert redis.client.publish(channel, token) == 3
+
+    async def are_refused() -> bool:
+        counts = [await cluster.metric(each, "messages_refused_total") for each in (one, two)]
+        return min(counts) >= refused + len(tokens)
+
+    await eventually(are_refused)
+    assert names(one) == names(two) == {decode.url}
+    assert names(other) == {decode.url}
+    assert not evil.received
+    # Still heard, by those that have the key.
+    await cluster.admin(two, "POST", "/admin/engines", engines(good))
+    await eventually(lambda: _is(names(one) == names(two) == {good.url}))
+
+
+async def _is(value: bool) -> bool:
+    return value
+
+
+async def test_without_a_key_routers_tell_each_other_nothing(
+    cluster: Cluster, shared: dict[str, Any], redis: RedisServer
+) -> None:
+    prefill, decode = await cluster.pair()
+    router = await cluster.router(**shared | {"state_key": None})
+    body = {"engines": [{"role": each.role, "url": each.url} for each in (prefill, decode)]}
+    answer = await cluster.admin(router, "POST", "/admin/engines", body)
+    assert (answer.status, answer.error["param"]) == (409, "state_key")
+    assert redis.client.publish(f"{shared['state_prefix']}:1:messages", json.dumps(body)) == 0
 
 
 # -- Redis is gone

@@ -53,6 +53,7 @@ class Replicas:
         } | settings
         if self._url is not None:
             settings = {"timeout_s": 5, "conversation_ttl_s": 60, "responses_max_bytes": 10_000, **settings}
+            settings = {"key": "a secret of these routers", **settings}
             settings = {"on_junk": lambda: self.junk.append(1), **settings}
             state: State = RedisState(self._url, prefix=self._prefix, **settings)
         elif self._states:

@@ -234,6 +234,7 @@ class Simulation:
             on_message=lambda message: None,
             observe=metrics.observe_state,
             on_junk=metrics.state_junk.inc,
+            on_refused=metrics.messages_refused.inc,
         )
         self.holding = Holding(
             config, self._state, metrics, lambda name: self._by_name[name], clock=self._loop.time
