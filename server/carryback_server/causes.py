@@ -60,6 +60,21 @@ class Reason:
     do: str = ""
 
 
+def renamed(hint: str, before: str) -> Cause:
+    """A conversation got a new name: its messages continue another one.
+
+    Args:
+        hint: the header or field that named both.
+        before: the other one's id.
+    """
+    return Cause(
+        "hint_changed",
+        f"{hint} named another conversation than before: the messages continue {before!r}. Something on the way makes a new "
+        "one for each request.",
+        f"Take {hint} out of conversation_headers, or have the client send X-Conversation-ID.",
+    )
+
+
 # By the words of docs/router.md.
 REASONS = {
     "verified": Reason("The prompt starts with what was held."),

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
+from carryback import wire
 from carryback_vllm.line import PATIENCE_S
 from pydantic import (
     AfterValidator,
@@ -291,6 +292,8 @@ class RouterConfig(SharedConfig):
     "How long such an answer is kept."
     max_response_bytes: int = Field(4 * 1024 * 1024, gt=0)
     "Of a response and all before it; a longer one cannot be continued by its id."
+    conversation_headers: Separated = list(wire.CONVERSATION_HEADERS)
+    "Headers of others that may name a conversation, besides `X-Conversation-ID`; the first one that a request has wins."
     identity_capacity: int = Field(100_000, gt=0)
     "Message histories remembered to recognise conversations of clients that send no id."
 

@@ -6,15 +6,25 @@ Requests and answers are prompts and answers of clients: they stay in this proce
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
 from carryback.wire import Reuse
 
 from carryback_server.body import Body
-from carryback_server.causes import REASONS, Cause, Reason, answer_causes, differences, template_causes
+from carryback_server.causes import (
+    REASONS,
+    Cause,
+    Reason,
+    answer_causes,
+    differences,
+    renamed,
+    template_causes,
+)
 from carryback_server.endpoints import AnthropicMessages, Chat, Completions, Endpoint
 from carryback_server.errors import ApiError
 from carryback_server.lru import FairLru
@@ -29,6 +39,8 @@ MAX_ANSWER_BYTES = 2**20
 _AROUND = 48
 _BEFORE_CHARACTERS = 40
 _AFTER_CHARACTERS = 60
+# Conversations that are looked at for one that a new one continues.
+_LOOK = 100
 # Characters by which a message is found in a rendered prompt.
 _PROBE = 60
 
@@ -59,6 +71,7 @@ class Kept:
         left_by: the key of the request that left what this one was offered; empty if it was offered nothing.
         held_tokens, block_size: how much that was, and the tokens of a block of it.
         holder: the engine that had it.
+        named_by: the header or field of others that named its conversation; empty if none did.
         pieces: of its answer, as they were sent on.
     """
 
@@ -76,6 +89,7 @@ class Kept:
     prefill_engine: str = ""
     decode_engine: str = ""
     key: str = ""
+    named_by: str = ""
     at: float = field(default_factory=time.time)
     is_streamed: bool = False
     pieces: list[bytes] = field(default_factory=list)
@@ -144,6 +158,10 @@ class Explanations:
     def get(self, tenant: str, conversation: str) -> tuple[Kept, ...]:
         """The last request of a conversation, and before it the one that it is to be compared with."""
         return self._kept.get(tenant, conversation) or ()
+
+    def newest(self, tenant: str) -> Iterator[Kept]:
+        """The last request of each of a tenant's conversations, the most recent first."""
+        return (requests[-1] for requests in self._kept.newest(tenant))
 
     def forget(self, tenant: str, conversation: str) -> None:
         """A conversation is over."""
@@ -219,12 +237,13 @@ class Explanation:
     object: str = "conversation.explanation"
 
 
-async def explain(requests: Sequence[Kept], ask: Ask) -> Explanation:
+async def explain(requests: Sequence[Kept], ask: Ask, others: Iterable[Kept] = ()) -> Explanation:
     """Compare a conversation's last request with the one before.
 
     Args:
         requests: as `Explanations.get` has them, at least one.
         ask: an engine that has the model.
+        others: the last requests of other conversations, the most recent first.
     """
     new, reuse = requests[-1], requests[-1].reuse
     reason = REASONS.get(reuse.reason, Reason(f"The engine says: {reuse.reason}."))
@@ -248,7 +267,9 @@ async def explain(requests: Sequence[Kept], ask: Ask) -> Explanation:
         reason.do,
     )
     if len(requests) == 1 or (new.left_by and requests[0].key != new.left_by):
-        if reuse.reason != "new":
+        if reuse.reason == "new" and (before := _continued(new, others)) is not None:
+            result.compared, result.causes = "messages", [renamed(new.named_by, before.conversation)]
+        elif reuse.reason != "new":
             result.why = (
                 "the request before this one is not kept here: another router or worker served it, or it was "
                 "dropped to make room (explain_bytes)"
@@ -261,6 +282,26 @@ async def explain(requests: Sequence[Kept], ask: Ask) -> Explanation:
     except ApiError as error:
         result.why = error.message
     return result
+
+
+def _continued(new: Kept, others: Iterable[Kept]) -> Kept | None:
+    """The other conversation that a request's messages continue, if the same hint named both."""
+    if not new.named_by or (now := _messages(new)) is None:
+        return None
+    for other in islice(others, _LOOK):
+        if other.conversation == new.conversation or other.named_by != new.named_by:
+            continue
+        before = _messages(other) if other.body.size <= new.body.size else None
+        if before and len(before) < len(now) and now[: len(before)] == before:
+            return other
+    return None
+
+
+def _messages(kept: Kept) -> list[dict[str, Any]] | None:
+    with suppress(ApiError):
+        if (said := kept.endpoint.messages(kept.body)) is not None:
+            return said[0]
+    return None
 
 
 class _Comparison:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from carryback import wire
@@ -25,6 +25,7 @@ class Who:
         step: model calls in the turn up to and with this one; 0 if unknown.
         is_guess: the id was inferred, and was not seen before: a one-shot, or an agent's first step.
         ends: the conversation ends with this request.
+        named_by: the header or field of others that named the conversation; empty if none did.
     """
 
     conversation: str
@@ -33,6 +34,7 @@ class Who:
     step: int = 0
     is_guess: bool = False
     ends: bool = False
+    named_by: str = ""
 
 
 def identify(
@@ -43,6 +45,7 @@ def identify(
     *,
     tenant: str,
     chain: Chain | None = None,
+    hints: Sequence[str] = wire.CONVERSATION_HEADERS,
 ) -> Who:
     """Read a request's hints, else its chain of responses, else infer from its messages. Takes
     `conversation_id` out of the body.
@@ -51,11 +54,18 @@ def identify(
         headers: looked up without regard to case.
         tenant: whose conversations it may continue.
         chain: what its `previous_response_id` stands for.
+        hints: headers of others that may name a conversation, the first one that does wins. What they and fields of
+            others say is ignored if it is no id.
 
     Raises:
-        ApiError: 400, an id is not one; names the header or field.
+        ApiError: 400, an id in a header or field of carryback's own is not one; names it.
     """
-    conversation = _conversation(headers, body)
+    conversation = _id(headers.get(wire.CONVERSATION_ID), wire.CONVERSATION_ID)
+    conversation = conversation or _id(body.get("conversation_id"), "conversation_id")
+    body.pop("conversation_id")
+    named_by = ""
+    if not conversation:
+        conversation, named_by = _hinted(headers, body, hints)
     parent = _id(headers.get(wire.CONVERSATION_PARENT), wire.CONVERSATION_PARENT) or None
     turn = _id(headers.get(wire.TURN_ID), wire.TURN_ID)
     step = _step(headers.get(wire.TURN_STEP))
@@ -64,13 +74,15 @@ def identify(
         conversation, parent = chain.conversation, parent or chain.parent
     if conversation and turn and step:
         # All is said, and the messages, the bulk of the body, need not be parsed.
-        return Who(conversation, parent, turn, step, ends=ends)
+        return Who(conversation, parent, turn, step, ends=ends, named_by=named_by)
     if (said := endpoint.messages(body)) is None:
-        return Who(conversation, parent, turn, step, ends=ends)
+        return Who(conversation, parent, turn, step, ends=ends, named_by=named_by)
     messages, tools = said
     if conversation:
         inferred_turn, inferred_step = turn_of(messages)
-        return Who(conversation, parent, turn or inferred_turn, step or inferred_step, ends=ends)
+        return Who(
+            conversation, parent, turn or inferred_turn, step or inferred_step, ends=ends, named_by=named_by
+        )
     group = body.get("prompt_cache_key")
     identity = identifier.identify(
         messages, tools, scope=tenant, group=group if isinstance(group, str) else ""
@@ -85,14 +97,22 @@ def identify(
     )
 
 
-def _conversation(headers: Mapping[str, str], body: Body) -> str:
-    found = ""
-    for kind, name in wire.CONVERSATION_SOURCES:
-        if found:
-            break
-        found = _id(headers.get(name) if kind == "header" else body.get(name), name)
-    body.pop("conversation_id")
-    return found
+def _hinted(headers: Mapping[str, str], body: Body, hints: Sequence[str]) -> tuple[str, str]:
+    """What a hint of others' names, and which hint."""
+    for name in hints:
+        if _is_id(value := headers.get(name)):
+            return str(value), name
+    for kind, name in wire.CONVERSATION_SOURCES[2:]:
+        if kind == "body" and _is_id(value := body.get(name)):
+            return str(value), name
+    return "", ""
+
+
+def _is_id(value: object) -> bool:
+    try:
+        return isinstance(value, str) and bool(wire.check_id(value, ""))
+    except ValueError:
+        return False
 
 
 def _id(value: object, name: str) -> str:

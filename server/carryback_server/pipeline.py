@@ -330,7 +330,7 @@ class Pipeline:
                 raise CannotAsk(f"{path}: the engine answered with status {reply.status}")
             return content
 
-        return await explain(requests, ask)
+        return await explain(requests, ask, self._explanations.newest(tenant))
 
     async def _ask_any(self, path: str, data: bytes) -> tuple[Reply, bytes]:
         """What an engine, any, answers at once.
@@ -367,7 +367,13 @@ class Pipeline:
         if isinstance(endpoint, Responses):
             trip.chain = await self._chains.resolve(tenant.name, body)
         trip.who = who = identify(
-            headers, body, endpoint, self._identifier, tenant=tenant.name, chain=trip.chain
+            headers,
+            body,
+            endpoint,
+            self._identifier,
+            tenant=tenant.name,
+            chain=trip.chain,
+            hints=self._config.conversation_headers,
         )
         self._trust.apply(body, None if tenant.is_alone else tenant.own)
         entry.conversation, entry.turn, entry.step = who.conversation, who.turn, who.step
@@ -739,6 +745,7 @@ class Pipeline:
             trip.body,
             reuse,
             prefill_engine=trip.entry.prefill_engine,
+            named_by=trip.who.named_by,
         )
         self._explanations.begin(trip.kept, record)
 

@@ -75,7 +75,14 @@ MESSAGES = [{"role": "user", "content": "hello"}]
         ({"X-Session-ID": "b"}, {"conversation_id": "c", "session_id": "d"}, "c"),
         ({"X-Session-ID": "b"}, {"session_id": "d"}, "b"),
         ({"X-Correlation-ID": "e"}, {"session_params": {"session_id": "f"}}, "f"),
-        ({"X-Correlation-ID": "e", "session-id": "g"}, {}, "e"),
+        ({"X-Correlation-ID": "e", "session-id": "g"}, {}, "g"),
+        # What others write and is no id counts for nothing.
+        ({"X-Session-ID": "a\tb", "session-id": "g"}, {}, "g"),
+        (
+            {"X-Session-ID": "x" * 257, "session_id": ""},
+            {"session_id": 7, "session_params": {"session_id": "f"}},
+            "f",
+        ),
         ({"session_id": "h"}, {}, "h"),
     ],
 )
@@ -86,6 +93,18 @@ def test_the_first_hint_wins(headers: dict[str, str], fields: dict[str, Any], ex
     sent = json.loads(body.encode({}))
     assert "conversation_id" not in sent
     assert sent.get("session_id") == fields.get("session_id")
+
+
+def test_which_headers_are_hints_is_the_operators_to_say() -> None:
+    def named(headers: dict[str, str], *hints: str) -> tuple[str, str]:
+        who = identify(headers, of(messages=MESSAGES), CHAT, Identifier(), tenant="t", hints=hints)
+        return who.conversation if not who.is_guess else "", who.named_by
+
+    headers = {"X-Session-ID": "s", "X-Correlation-ID": "c"}
+    assert named(headers, "X-Correlation-ID", "X-Session-ID") == ("c", "X-Correlation-ID")
+    assert named(headers, "X-Session-ID", "X-Correlation-ID") == ("s", "X-Session-ID")
+    assert named(headers) == ("", "")
+    assert named({**headers, "X-Conversation-ID": "own"}, "X-Session-ID") == ("own", "")
 
 
 def test_without_a_hint_the_messages_tell() -> None:
@@ -108,7 +127,6 @@ def test_without_a_hint_the_messages_tell() -> None:
     ("headers", "named"),
     [
         ({"X-Conversation-ID": "x" * 257}, "X-Conversation-ID"),
-        ({"X-Session-ID": "a\tb"}, "X-Session-ID"),
         ({"X-Turn-Step": "one"}, "X-Turn-Step"),
         ({"X-Turn-ID": ""}, "X-Turn-ID"),
         ({"X-Conversation-Parent": "é"}, "X-Conversation-Parent"),

@@ -25,21 +25,27 @@ CARRYBACK_REUSE = "X-Carryback-Reuse"
 
 MAX_ID_LENGTH = 256
 
+# Headers of others that may name a conversation: hints, which the router reads unless its setting `conversation_headers`
+# says otherwise. `X-Correlation-ID` is none: gateways make a new one for each request.
+CONVERSATION_HEADERS = (
+    "X-Session-ID",
+    "X-Dynamo-Session-ID",
+    "X-Session-Affinity",
+    "X-LiteLLM-Session-Id",
+    "X-Claude-Code-Session-Id",
+    "session_id",
+    "session-id",
+)
+
 # Where a conversation id may come from, first one present wins. (kind, name); "body" names are
-# paths into the JSON body. `conversation_id` is removed before the body reaches an engine.
+# paths into the JSON body. `conversation_id` is removed before the body reaches an engine. The first two are carryback's
+# own; the others are hints, and one that is malformed is ignored.
 CONVERSATION_SOURCES: tuple[tuple[Literal["header", "body"], str], ...] = (
     ("header", CONVERSATION_ID),
     ("body", "conversation_id"),
-    ("header", "X-Session-ID"),
+    *(("header", name) for name in CONVERSATION_HEADERS),
     ("body", "session_id"),
     ("body", "session_params.session_id"),
-    ("header", "X-Dynamo-Session-ID"),
-    ("header", "X-Session-Affinity"),
-    ("header", "X-Correlation-ID"),
-    ("header", "X-LiteLLM-Session-Id"),
-    ("header", "X-Claude-Code-Session-Id"),
-    ("header", "session_id"),
-    ("header", "session-id"),
 )
 
 
