@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 import carryback
 from agents import Model, ModelProvider, RunConfig, UserError
 from agents.run import CallModelData, ModelInputData
-from agents.util._types import MaybeAwaitable
 from openai import AsyncOpenAI
 
 from carryback_agents._calls import begin
@@ -70,7 +70,7 @@ def run_config(provider: ModelProvider, **options: Any) -> RunConfig:
     """
     own = options.pop("call_model_input_filter", None)
 
-    def note(data: CallModelData[Any]) -> MaybeAwaitable[ModelInputData]:
+    def note(data: CallModelData[Any]) -> ModelInputData | Awaitable[ModelInputData]:
         begin(data.agent.name)
         return data.model_data if own is None else own(data)
 
