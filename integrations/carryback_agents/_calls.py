@@ -15,6 +15,7 @@ from agents.tracing import AgentSpanData, TurnSpanData, get_current_span
 from carryback import wire
 from carryback._body import named_by
 from carryback._fork import Lock
+from carryback._servers import knows
 from openai import AsyncOpenAI
 
 try:
@@ -126,14 +127,15 @@ def _identify(
     if name and _is_summary(call.input):
         # Each summary is another one, and all are one conversation. That of the whole history stays as it is.
         name, messages = (*name, "summary"), None
-    call.headers = carryback.headers(
-        messages,
-        name=name,
-        parent=call.run.parent,
-        scope=str(client.base_url),
-        group="\0".join((call.agent, "" if key else _own_key(settings))),
-        given=given,
-    )
+    if knows(client):
+        call.headers = carryback.headers(
+            messages,
+            name=name,
+            parent=call.run.parent,
+            scope=str(client.base_url),
+            group="\0".join((call.agent, "" if key else _own_key(settings))),
+            given=given,
+        )
     id = given.get(wire.CONVERSATION_ID.lower(), call.headers.get(wire.CONVERSATION_ID))
     call.conversation = id if isinstance(id, str) else None
 

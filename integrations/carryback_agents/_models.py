@@ -17,6 +17,7 @@ from agents import (
     TResponseInputItem,
 )
 from agents.items import TResponseOutputItem, TResponseStreamEvent
+from carryback._servers import atakes_ids
 from openai import AsyncOpenAI
 from openai.types.responses import ResponseCompletedEvent
 
@@ -40,6 +41,7 @@ class _Marked(Model):
         *args: Any,
         **kwargs: Any,
     ) -> ModelResponse:
+        await atakes_ids(self._client)  # what is learnt decides how the call is marked
         call, settings = self._marked(system_instructions, input, model_settings, kwargs)
         response = await super().get_response(  # type: ignore[safe-super]
             system_instructions, input, settings, *args, **kwargs
@@ -55,6 +57,7 @@ class _Marked(Model):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncIterator[TResponseStreamEvent]:
+        await atakes_ids(self._client)  # what is learnt decides how the call is marked
         call, settings = self._marked(system_instructions, input, model_settings, kwargs)
         events: Any = super().stream_response(  # type: ignore[safe-super]
             system_instructions, input, settings, *args, **kwargs

@@ -9,6 +9,7 @@ from typing import Any, Self
 import carryback
 import openai
 from carryback._conversation import current
+from carryback._servers import atakes_ids, takes_ids
 from carryback.identity import Identifier
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput
@@ -117,6 +118,15 @@ class ChatCarryback(ChatOpenAI):
             payload["extra_headers"] = marked(self, payload)
         return payload
 
+    def _ask(self) -> None:
+        """Learn whether the server takes ids, before the request is marked."""
+        if self.root_client is not None:
+            takes_ids(self.root_client)
+
+    async def _aask(self) -> None:
+        if self.root_async_client is not None:
+            await atakes_ids(self.root_async_client)
+
     def _reports(self) -> bool:
         """Whether the clients are carryback's. The sync one is None where the API key is asked for by asyncio."""
         return isinstance(self.root_client, carryback.OpenAI | NoneType) and isinstance(
@@ -130,6 +140,7 @@ class ChatCarryback(ChatOpenAI):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
+        self._ask()
         return self._noted(super()._generate(messages, stop, run_manager, **kwargs))
 
     async def _agenerate(
@@ -139,9 +150,11 @@ class ChatCarryback(ChatOpenAI):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
+        await self._aask()
         return self._noted(await super()._agenerate(messages, stop, run_manager, **kwargs))
 
     def _stream(self, *args: Any, **kwargs: Any) -> Iterator[ChatGenerationChunk]:
+        self._ask()
         is_first = True
         for chunk in super()._stream(*args, **kwargs):
             if is_first:
@@ -150,6 +163,7 @@ class ChatCarryback(ChatOpenAI):
             yield chunk
 
     async def _astream(self, *args: Any, **kwargs: Any) -> AsyncIterator[ChatGenerationChunk]:
+        await self._aask()
         is_first = True
         async for chunk in super()._astream(*args, **kwargs):
             if is_first:

@@ -10,6 +10,7 @@ from typing import Any
 from carryback import headers, wire
 from carryback._body import history, named_by
 from carryback._conversation import current
+from carryback._servers import knows
 from langchain_openai.chat_models.base import BaseChatOpenAI
 
 from carryback_langgraph._lineage import lineage
@@ -32,6 +33,8 @@ def asked() -> Iterator[list[str]]:
 def marked(model: BaseChatOpenAI, payload: Mapping[str, Any], tools: Sequence[Any] = ()) -> dict[str, Any]:
     """The headers of a request: those that it has, and ours, except for what the user has set.
 
+    Ours only if the server is known to take them; see `carryback_langgraph._settings.ask`.
+
     Args:
         model: that makes the request.
         payload: arguments for the OpenAI client.
@@ -39,6 +42,8 @@ def marked(model: BaseChatOpenAI, payload: Mapping[str, Any], tools: Sequence[An
     """
     client = model.root_client or model.root_async_client
     own = dict(payload.get("extra_headers") or {})
+    if not knows(client):
+        return own
     body = {**payload, **(payload.get("extra_body") or {})}
     given = {*(client.default_headers if client is not None else model.default_headers or {}), *own}
     given.update(named_by(body))

@@ -21,7 +21,7 @@ from langgraph.types import Command
 
 from carryback_langgraph._mark import asked
 from carryback_langgraph._release import arelease, release
-from carryback_langgraph._settings import settings_for, unwrap
+from carryback_langgraph._settings import aask, ask, settings_for, unwrap
 
 log = logging.getLogger("carryback")
 
@@ -66,6 +66,7 @@ class CarrybackMiddleware(AgentMiddleware[Any, Any, Any]):
     def wrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
     ) -> ModelResponse[Any] | ExtendedModelResponse[Any]:
+        ask(request.model)
         return handler(self._marked(request))
 
     async def awrap_model_call(
@@ -73,6 +74,7 @@ class CarrybackMiddleware(AgentMiddleware[Any, Any, Any]):
         request: ModelRequest[Any],
         handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
     ) -> ModelResponse[Any] | ExtendedModelResponse[Any]:
+        await aask(request.model)
         return await handler(self._marked(request))
 
     def _marked(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
@@ -104,6 +106,7 @@ class _Releasing(CarrybackMiddleware):
     def wrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
     ) -> ExtendedModelResponse[Any]:
+        ask(request.model)
         with asked() as ids:
             response = handler(self._marked(request))
         return self._noted(request, response, ids)
@@ -113,6 +116,7 @@ class _Releasing(CarrybackMiddleware):
         request: ModelRequest[Any],
         handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
     ) -> ExtendedModelResponse[Any]:
+        await aask(request.model)
         with asked() as ids:
             response = await handler(self._marked(request))
         return self._noted(request, response, ids)

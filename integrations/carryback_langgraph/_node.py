@@ -9,7 +9,7 @@ from langchain_core.messages import BaseMessage, SystemMessage, convert_to_messa
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
 from langchain_core.tools import BaseTool
 
-from carryback_langgraph._settings import settings_for
+from carryback_langgraph._settings import aask, ask, settings_for
 
 
 def chat_node(
@@ -41,10 +41,12 @@ def chat_node(
 
     def call(state: Any, config: RunnableConfig) -> dict[str, list[BaseMessage]]:
         messages = prompt(state)
+        ask(model)
         return {messages_key: [bound.invoke(messages, config, **settings(messages))]}
 
     async def acall(state: Any, config: RunnableConfig) -> dict[str, list[BaseMessage]]:
         messages = prompt(state)
+        await aask(model)
         return {messages_key: [await bound.ainvoke(messages, config, **settings(messages))]}
 
     return RunnableLambda(call, acall, name=name)

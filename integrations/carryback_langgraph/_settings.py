@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from carryback._servers import atakes_ids, takes_ids
 from langchain_core.messages import BaseMessage
 from langchain_core.runnables import Runnable, RunnableBinding
 from langchain_openai.chat_models.base import BaseChatOpenAI
@@ -20,6 +21,20 @@ def unwrap(model: Runnable[Any, Any]) -> tuple[Runnable[Any, Any], dict[str, Any
         bound = {**model.kwargs, **bound}
         model = model.bound
     return model, bound
+
+
+def ask(model: Runnable[Any, Any]) -> None:
+    """Learn whether a model's server takes ids, before its request is marked."""
+    base, _ = unwrap(model)
+    if isinstance(base, BaseChatOpenAI) and base.root_client is not None:
+        takes_ids(base.root_client)
+
+
+async def aask(model: Runnable[Any, Any]) -> None:
+    """`ask`, for asyncio."""
+    base, _ = unwrap(model)
+    if isinstance(base, BaseChatOpenAI) and base.root_async_client is not None:
+        await atakes_ids(base.root_async_client)
 
 
 def settings_for(

@@ -20,6 +20,7 @@ from carryback._conversation import current
 from carryback._headers import headers
 from carryback._release import arelease, release
 from carryback._reuse import reuse, set_last
+from carryback._servers import atakes_ids, learn, takes_ids
 from carryback.identity import Identifier
 
 _MODELS = ("/chat/completions", "/completions", "/responses")
@@ -46,10 +47,12 @@ class OpenAI(openai.OpenAI):
         with_options = copy
 
     def request(self, cast_to: Any, options: FinalRequestOptions, **kwargs: Any) -> Any:
-        return super().request(cast_to, _marked(self, options), **kwargs)
+        if _is_models(options):
+            options = _marked(self, options, takes_ids=takes_ids(self))
+        return super().request(cast_to, options, **kwargs)
 
     def _process_response(self, **kwargs: Any) -> Any:
-        _note_reuse(**kwargs)
+        _note_reuse(self, **kwargs)
         return super()._process_response(**kwargs)
 
     def _release(self, conversation: str) -> None:
@@ -77,10 +80,12 @@ class AsyncOpenAI(openai.AsyncOpenAI):
         with_options = copy
 
     async def request(self, cast_to: Any, options: FinalRequestOptions, **kwargs: Any) -> Any:
-        return await super().request(cast_to, _marked(self, options), **kwargs)
+        if _is_models(options):
+            options = _marked(self, options, takes_ids=await atakes_ids(self))
+        return await super().request(cast_to, options, **kwargs)
 
     async def _process_response(self, **kwargs: Any) -> Any:
-        _note_reuse(**kwargs)
+        _note_reuse(self, **kwargs)
         return await super()._process_response(**kwargs)
 
     async def _release(self, conversation: str) -> None:
@@ -92,16 +97,25 @@ def _is_models(options: FinalRequestOptions) -> bool:
     return options.method.lower() == "post" and options.url.partition("?")[0] in _MODELS
 
 
-def _note_reuse(*, options: FinalRequestOptions, response: Any, **_: Any) -> None:
+def _note_reuse(
+    client: OpenAI | AsyncOpenAI, *, options: FinalRequestOptions, response: Any, **_: Any
+) -> None:
     if _is_models(options):
+        learn(client, response.headers)
         set_last(reuse(response))
 
 
-def _marked(client: OpenAI | AsyncOpenAI, options: FinalRequestOptions) -> FinalRequestOptions:
-    """The request with the wire's headers, except for those that the caller has set."""
-    if not _is_models(options):
-        return options
+def _marked(
+    client: OpenAI | AsyncOpenAI, options: FinalRequestOptions, *, takes_ids: bool
+) -> FinalRequestOptions:
+    """A request that a model answers, with the wire's headers, except for those that the caller has set.
+
+    Args:
+        takes_ids: whether its server may get any.
+    """
     set_last(None)  # until this request has been answered
+    if not takes_ids:
+        return options
 
     body: dict[str, Any] = {}
     for part in (options.json_data, options.extra_json):

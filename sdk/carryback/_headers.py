@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,11 @@ from carryback.identity import Identifier, derived_id, turn_of
 
 _SOURCES = frozenset(name.lower() for _, name in wire.CONVERSATION_SOURCES)
 _shared = Identifier()
+
+
+def send_ids() -> str:
+    """Which servers get ids, as the user says: `auto`, `always`, `never`, or hosts with commas between them."""
+    return os.environ.get("CARRYBACK_SEND_IDS", "").strip().lower() or "auto"
 
 
 def headers(
@@ -25,7 +31,7 @@ def headers(
     given: Iterable[str] = (),
     identifier: Identifier | None = None,
 ) -> dict[str, str]:
-    """Headers for one request, to be called once for each.
+    """Headers for one request, to be called once for each. Nothing asks which server they are for.
 
     The conversation is, first one that there is: the one whose `with carryback.conversation(...)` block
     this is; the one of `name`; the one that the messages continue. None of them if `given` names one.
@@ -44,6 +50,8 @@ def headers(
             a conversation may be among them, see `wire.CONVERSATION_SOURCES`.
         identifier: remembers the histories; one for the whole process if not given.
     """
+    if send_ids() == "never":
+        return {}
     words = (name,) if isinstance(name, str) and name else tuple(name)
     taken = {each.lower() for each in given}
     counted: str | None = None

@@ -8,13 +8,17 @@ from urllib.parse import quote
 
 import openai
 
+from carryback._servers import atakes_ids, takes_ids
+
 log = logging.getLogger("carryback")
 
 TIMEOUT_S = 10.0
 
 
 def release(client: openai.OpenAI, conversation: str) -> None:
-    """Have the client's server release what it holds of a conversation."""
+    """Have the client's server release what it holds of a conversation, if ids may be sent to it."""
+    if not takes_ids(client):
+        return
     try:
         client.delete(_path(conversation), cast_to=NoneType, options={"timeout": TIMEOUT_S})
     except openai.APIError as error:
@@ -23,6 +27,8 @@ def release(client: openai.OpenAI, conversation: str) -> None:
 
 async def arelease(client: openai.AsyncOpenAI, conversation: str) -> None:
     """`release`, for asyncio."""
+    if not await atakes_ids(client):
+        return
     try:
         await client.delete(_path(conversation), cast_to=NoneType, options={"timeout": TIMEOUT_S})
     except openai.APIError as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import HttpVersion11, web
+from carryback import wire
 from pydantic import TypeAdapter, ValidationError
 
 from carryback_server import dashboard, live, workers
@@ -97,6 +98,7 @@ class Router:
         most = affordable(config.max_connections, open_files)
         expect: dict[str, Any] = {"expect_handler": _expect}
         clients = web.Application(client_max_size=config.max_body_bytes, middlewares=[self._errors])
+        clients.on_response_prepare.append(_introduce)
         for path in ENDPOINTS:
             clients.router.add_post(path, self.pipeline.handle, **expect)
         for path in REFUSED:
@@ -526,6 +528,10 @@ def _shares(tenants: Tenants) -> dict[str, float]:
 
 def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
+
+
+async def _introduce(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers[wire.CARRYBACK_ROUTER] = "1"
 
 
 def _whole(text: str, name: str, most: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `fake_server`, in every import mode of pytest
 
-from carryback import _headers
+from carryback import _headers, _servers
 from carryback.identity import Identifier
 from fake_server import FakeServer, running
 
@@ -17,6 +17,7 @@ from fake_server import FakeServer, running
 def fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test begins as a process does: an earlier one's server may have had the same port."""
     monkeypatch.setattr(_headers, "_shared", Identifier())
+    monkeypatch.setattr(_servers, "_servers", {})
 
 
 @pytest.fixture

@@ -43,7 +43,10 @@ class FakeServer:
     """What the tests set and read.
 
     Attributes:
-        requests: everything that arrived, in order.
+        requests: everything that arrived, in order, questions left out.
+        questions: what clients asked to learn whose server it is.
+        is_carrybacks: whether it says that it is carryback's.
+        cannot_say: it is overloaded when it is asked.
         failures: statuses to answer the next requests with, one each.
         reuse: value of the reuse header, or None for a server that knows nothing of it.
         knows_conversations: whether `DELETE /v1/conversations/{id}` is there.
@@ -53,6 +56,9 @@ class FakeServer:
 
     base_url: str = ""
     requests: list[Request] = field(default_factory=list)
+    questions: list[Request] = field(default_factory=list)
+    is_carrybacks: bool = True
+    cannot_say: bool = False
     failures: list[int] = field(default_factory=list)
     reuse: str | None = None
     knows_conversations: bool = True
@@ -68,6 +74,9 @@ class FakeServer:
         body = json.loads(raw) if raw else {}
         headers = [(key.decode(), value.decode()) for key, value in request.raw_headers]
         seen = Request(request.method, request.raw_path, headers, body)
+        if request.method == "HEAD":
+            self.questions.append(seen)
+            return web.Response(status=503 if self.cannot_say else 200 if self.is_carrybacks else 405)
         self.requests.append(seen)
         if self.failures:
             error = {"error": {"message": "as told", "type": "server_error", "code": None, "param": None}}
@@ -234,6 +243,12 @@ def running() -> Iterator[FakeServer]:
     async def start() -> None:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", server.handle)
+
+        async def say(request: web.Request, response: web.StreamResponse) -> None:
+            if server.is_carrybacks and not server.cannot_say:
+                response.headers[wire.CARRYBACK_ROUTER] = "1"
+
+        app.on_response_prepare.append(say)
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -22,6 +22,8 @@ TURN_STEP = "X-Turn-Step"
 CARRYBACK_CONVERSATION = "X-Carryback-Conversation"
 CARRYBACK_TURN = "X-Carryback-Turn"
 CARRYBACK_REUSE = "X-Carryback-Reuse"
+# On every answer of a router's, errors too, so that a client knows whom it is talking to.
+CARRYBACK_ROUTER = "X-Carryback-Router"
 
 MAX_ID_LENGTH = 256
 
