@@ -13,7 +13,7 @@ from aiohttp import HttpVersion11, web
 from carryback import wire
 from pydantic import TypeAdapter, ValidationError
 
-from carryback_server import dashboard, live, workers
+from carryback_server import background, dashboard, live, workers
 from carryback_server.address import in_url
 from carryback_server.chains import busy
 from carryback_server.config import ConfigError, Engines, RouterConfig
@@ -413,6 +413,7 @@ class Router:
             return
         self._applying.add(task := asyncio.create_task(self.pipeline.pool.apply(engines)))
         task.add_done_callback(self._applying.discard)
+        background.watch("engines", task, self.metrics.background_faults)
 
     async def _drain(self, request: web.Request) -> web.Response:
         return self._set_drained(request, True)

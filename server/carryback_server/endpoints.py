@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
+from carryback.wire.outside import Malformed, decode
 
 from carryback_server.body import Body
 from carryback_server.errors import ApiError
@@ -552,8 +553,8 @@ def _after(tail: bytes) -> bytes:
 def _decoded(data: bytes, type: type[_T]) -> _T | None:
     """Some of the fields of a JSON object; None if it is not one like that."""
     try:
-        return msgspec.json.decode(data, type=type)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return decode(msgspec.json.Decoder(type).decode, data, "an answer")
+    except Malformed:
         return None
 
 

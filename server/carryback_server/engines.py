@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 from carryback.wire import events
+from carryback.wire.outside import Malformed, decode
 from pydantic import SecretStr
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
@@ -27,6 +28,17 @@ logger = logging.getLogger("carryback")
 
 PROBES_FAILED = 3
 HELLO_LOST_S = 5.0
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_models = msgspec.json.Decoder(_Models)
 
 Role = Literal["prefill", "decode"]
 State = Literal["up", "down", "ejected", "draining"]
@@ -197,6 +209,7 @@ class Engine:
         self.clock_offset_s: float | None = None
         self.mismatches: dict[str, list[Need]] = {}
         self.misheard = ""
+        self._faults = 0
         self.say: Callable[[bytes], None] | None = None
         self._last_event = -math.inf
         self._seq = 0
@@ -391,13 +404,13 @@ class Engine:
             await self._check("/health")
             if not self.is_up or self._run_of_models != self.run:
                 run = self.run
-                listing = msgspec.json.decode(await self._check("/v1/models"))
-                self.models = [model["id"] for model in listing["data"]]
+                listing = decode(_models.decode, await self._check("/v1/models"), "a list of models")
+                self.models = [model.id for model in listing.data]
                 self._run_of_models = run
         except ConnectFailed as error:
             self.mark_down(error)
             return self.is_gone
-        except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+        except (OSError, Malformed) as error:
             self._failed_probes += 1
             if self._failed_probes >= PROBES_FAILED:
                 self.mark_down(error)
@@ -427,7 +440,7 @@ class Engine:
         is_new = event.engine != self.run
         if is_new:
             self.run = event.engine
-            self.pinned = 0
+            self.pinned = self._faults = 0
             self.takes_go = False
             self.clock_offset_s = None
             self.ejection.reset()
@@ -447,6 +460,9 @@ class Engine:
         return is_new
 
     def _know(self, hello: events.Hello) -> None:
+        if hello.faults > self._faults:
+            self._metrics.engine_plugin_faults.labels(self.role, self.name).inc(hello.faults - self._faults)
+            self._faults = hello.faults
         if hello.time_ns:
             self.clock_offset_s = (hello.time_ns - time.time_ns()) / 1e9
         if (about := bytes(hello.about)) != self._about:

@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 from carryback.wire import events
+from carryback.wire.outside import Fields, Malformed, decode
 
+from carryback_server import background
 from carryback_server.config import RouterConfig
 from carryback_server.endpoints import Boundary
 from carryback_server.engines import Engine
@@ -37,6 +39,8 @@ STOP_S = 5.0
 # Releases at one engine within so long are sent together.
 _RELEASE_DELAY_S = 0.01
 
+_params = msgspec.json.Decoder(Fields)
+
 Name = tuple[str, str]
 "A conversation: its tenant and its id."
 
@@ -45,10 +49,16 @@ def whole(record: Record) -> dict[str, Any]:
     """The `kv_transfer_params` with which a prefill engine can read what a record stands for.
 
     In a wrapping that only the plug-in opens: an engine without it would read without verifying.
+
+    Raises:
+        Malformed: what the engine said, or Redis kept, is no record.
     """
-    params: dict[str, Any] = msgspec.json.decode(record.params)
-    params["carryback"]["digests"] = base64.b64encode(record.digests).decode()
-    return {"carryback_record": params}
+    params = decode(_params.decode, record.params, "a record")
+    seal = params.get("carryback")
+    if not isinstance(seal, dict):
+        raise Malformed("not a record: it has no seal")
+    digests = base64.b64encode(record.digests).decode()
+    return {"carryback_record": {**params, "carryback": {**seal, "digests": digests}}}
 
 
 @dataclass(eq=False)
@@ -370,3 +380,4 @@ class Holding:
         task = asyncio.create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        background.watch("hold", task, self._metrics.background_faults)

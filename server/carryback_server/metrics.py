@@ -223,6 +223,14 @@ class Metrics:
         self.engine_events_refused = counter(
             "engine_events_refused", "Events of an engine that this release of the router cannot read.", *at
         )
+        self.background_faults = counter(
+            "background_faults", "Exceptions in the router's background work, which went on.", "task"
+        )
+        self.engine_plugin_faults = counter(
+            "engine_plugin_faults",
+            "Faults of an engine's plug-in, after which it computed or held nothing.",
+            *at,
+        )
 
         # -- tenants
         self.tenant_requests = counter("tenant_requests", "Requests answered, by tenant.", "tenant")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from aiohttp import web
 from carryback import wire
 from carryback.identity import Identifier
 from carryback.wire import Reuse, Work, events
+from carryback.wire.outside import Fields, Malformed, decode
 
 from carryback_server.access_log import AccessLog, Entry
 from carryback_server.body import Body
@@ -48,6 +49,15 @@ logger = logging.getLogger("carryback")
 KEY_REFUSED = dict.fromkeys((401, 403), "it does not take the router's key (engine_api_key)")
 # A prefill engine that answers so has not told the decode engine to let go.
 _NOT_TAKEN = ("unverified", "layouts_differ", "no_plugin", "load_failed", "plugin_failed")
+
+
+class _Answer(msgspec.Struct):
+    """What the router reads of a prefill engine's answer."""
+
+    kv_transfer_params: Fields | None = None
+
+
+_answers = msgspec.json.Decoder(_Answer)
 
 
 @dataclass
@@ -134,7 +144,6 @@ class Pipeline:
         self._metrics = metrics
         # Keys are unique for ever: engines use them as request ids, and events come back under them.
         self._router_id = f"cb{uuid.uuid4().hex[:12]}."
-        self._counter = count(1)
         self.in_flight: Counter[tuple[str, str]] = Counter()
         self._identifier = Identifier(config.identity_capacity)
         self._estimate = TokenEstimate()
@@ -488,16 +497,21 @@ class Pipeline:
             }
             # A record is offered once: after a failure nobody knows whether it was read.
             offered, record = record, None
+            params = mine
             if offered is not None:
-                params = {**whole(offered), **mine, **self._threshold(engine, offered)}
-            else:
-                params = mine
+                try:
+                    params = {**whole(offered), **mine, **self._threshold(engine, offered)}
+                except Malformed as error:
+                    logger.error("what decode engine %s holds cannot be read: %s", offered.engine, error)
+                    self._metrics.records_lost.labels("unverified").inc()
+                    self.holding.drop(offered)
+                    offered, trip.why_none = None, "unverified"
             is_over = False
             try:
                 with trip.trace.step("prefill") as step:
                     step.engine(engine.name, engine.site.url)
-                    answer = await self._ask(engine, trip, params, key, expected, step.headers())
-                prefilled = _prefilled(answer, engine, offered is not None, trip.why_none)
+                    given = await self._ask(engine, trip, params, key, expected, step.headers())
+                prefilled = _prefilled(given, engine, offered is not None, trip.why_none)
                 self._estimate.learn(trip.body.size, prefilled.reuse.prompt_tokens)
                 self._learn(trip, prefilled)
                 is_over = prefilled.reuse.reason in _NOT_TAKEN
@@ -554,8 +568,8 @@ class Pipeline:
         key: str,
         expected: int,
         headers: Mapping[str, str],
-    ) -> dict[str, Any]:
-        """The prefill engine's answer, decoded.
+    ) -> Fields:
+        """The `kv_transfer_params` of the prefill engine's answer.
 
         Args:
             expected: tokens that it will likely not have to compute.
@@ -585,10 +599,10 @@ class Pipeline:
                 content_type, content = "application/json", trip.endpoint.error_body(problem)
             raise Refused(status, content_type, content)
         try:
-            answer = msgspec.json.decode(content, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise EngineDown(engine, "an answer that is not JSON") from error
-        return answer
+            answer = decode(_answers.decode, content, "an answer with kv_transfer_params")
+        except Malformed as error:
+            raise EngineDown(engine, "an answer that cannot be read") from error
+        return answer.kv_transfer_params or {}
 
     async def _first_word(
         self, engine: Engine, path: str, data: bytes, key: str, headers: Mapping[str, str]
@@ -805,7 +819,8 @@ class Pipeline:
         return response
 
     def _key(self) -> str:
-        return f"{self._router_id}{next(self._counter)}"
+        """A request's name at an engine. Who can guess it could tell the request how it goes on."""
+        return f"{self._router_id}{secrets.token_hex(8)}"
 
 
 def _reuse_switch(headers: Mapping[str, str]) -> bool:
@@ -831,9 +846,7 @@ def _headers(request: web.Request, who: Who) -> dict[str, str]:
     return headers
 
 
-def _prefilled(answer: dict[str, Any], engine: Engine, had_record: bool, why_none: str) -> Prefilled:
-    given = answer.get("kv_transfer_params")
-    params: dict[str, Any] = given if isinstance(given, dict) else {}
+def _prefilled(params: Fields, engine: Engine, had_record: bool, why_none: str) -> Prefilled:
     reuse, work = None, None
     with suppress(msgspec.ValidationError):
         reuse = msgspec.convert(params.pop("carryback_reuse", None), Reuse)

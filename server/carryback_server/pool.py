@@ -6,13 +6,17 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 import zmq
 from carryback.wire import curve, events
+from carryback.wire.outside import Malformed
 
+from carryback_server import background
 from carryback_server.address import in_url
 from carryback_server.alike import Need, differences
 from carryback_server.config import EngineConfig, RouterConfig
@@ -57,6 +61,7 @@ class Pool:
     ) -> None:
         self._config = config
         self._metrics = metrics
+        self.faults = metrics.background_faults
         self._router_id = router_id
         self._on_event = on_event
         self._on_lost = on_lost
@@ -100,7 +105,9 @@ class Pool:
         """Connect, probe each engine once, and wait a moment for those that are up to be heard."""
         self._context = zmq.Context()
         await self.apply(self._configured)
-        self._resolver = asyncio.create_task(self._resolve_again())
+        self._resolver = asyncio.create_task(
+            self._keep_on("resolve", "resolving engines' names", self._resolve_again)
+        )
         with suppress(TimeoutError):
             async with asyncio.timeout(HELLO_LOST_S):
                 while not all(engine.is_heard for engine in self._minders if engine.is_up):  # noqa: ASYNC110
@@ -143,7 +150,10 @@ class Pool:
             if site in wanted
         ]
         for engine in new:
-            self._minders[engine] = asyncio.create_task(self._mind(engine))
+            probing = self._keep_on(
+                "probe", f"probing {engine.role} engine {engine.name}", partial(self._mind, engine)
+            )
+            self._minders[engine] = asyncio.create_task(probing)
         await asyncio.gather(*(engine.probe() for engine in new))
         for engine in new:
             engine.show()
@@ -154,7 +164,7 @@ class Pool:
             host, port = urlsplit(config.url).hostname, urlsplit(config.url).port
             try:
                 found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            except OSError as error:
+            except (OSError, UnicodeError) as error:  # UnicodeError: no name that DNS could have
                 logger.warning("%s engines %s: %s", config.role, config.url, error)
             else:
                 self._addresses[config.url] = sorted({str(sockaddr[0]) for *_, sockaddr in found})
@@ -179,9 +189,15 @@ class Pool:
         out = sum(each.ejection.is_out for each in up)
         return engine in up and out + 1 <= self._config.ejection_max_share * len(up)
 
+    def _keep_on(
+        self, task: background.Task, what: str, work: Callable[[], Awaitable[None]]
+    ) -> Coroutine[Any, Any, None]:
+        return background.keep_on(task, what, work, self._metrics.background_faults)
+
     async def _mind(self, engine: Engine) -> None:
         """Probe and hear an engine until it is done with."""
-        listening = asyncio.create_task(self._listen(engine))
+        what = f"hearing {engine.role} engine {engine.name}"
+        listening = asyncio.create_task(self._keep_on("events", what, partial(self._listen, engine)))
         done = 0
         heard = time.monotonic()
         has_complained = False
@@ -202,7 +218,8 @@ class Pool:
                         "and that engines and routers have the same events_key",
                         engine.role, engine.name, engine.site.events,
                     )  # fmt: skip
-            del self._minders[engine]  # before anything is waited for: it must not be configured again now
+            # Before anything is waited for: it must not be configured again now.
+            self._minders.pop(engine, None)
             self._compare()
             if self.find(engine.name, engine.role) is None:
                 self._metrics.forget_engine(engine.role, engine.name)
@@ -219,6 +236,7 @@ class Pool:
             subscriber.setsockopt(zmq.IPV6, 1)
             subscriber.setsockopt(zmq.RCVHWM, 0)
             subscriber.setsockopt(zmq.SNDHWM, 0)
+            subscriber.setsockopt(zmq.MAXMSGSIZE, events.MAX_FRAME_BYTES)
             subscriber.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
             subscriber.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_LOST_S * 1000))
             subscriber.setsockopt(zmq.HEARTBEAT_TTL, int(HEARTBEAT_TTL_S * 1000))
@@ -237,7 +255,7 @@ class Pool:
             engine.say = heard.say
             try:
                 heard.read()
-                await asyncio.Event().wait()
+                await heard.failed  # which it does not; else there is a new connection
             finally:
                 engine.say = None
                 loop.remove_reader(descriptor)
@@ -277,6 +295,7 @@ class _Hearing:
         self._pool = pool
         self._engine = engine
         self._subscriber = subscriber
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def read(self) -> None:
         """Take all that has come. The descriptor tells of no more until nothing is left."""
@@ -284,6 +303,10 @@ class _Hearing:
             for _ in range(EVENTS_AT_ONCE):
                 self._take(self._subscriber.recv_multipart(zmq.NOBLOCK)[-1])
         except zmq.Again:
+            return
+        except zmq.ZMQError as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
             return
         asyncio.get_running_loop().call_soon(self._read_on)
 
@@ -301,13 +324,14 @@ class _Hearing:
         engine = self._engine
         try:
             event = events.decode(payload)
-        except ValueError as error:
+        except Malformed as error:
             engine.mishear(str(error))
             return
         try:
             self._pool.take(engine, event)
         except Exception:
             # One event that goes wrong must not make us deaf for the others.
+            self._pool.faults.labels("events").inc()
             logger.exception("%s engine %s: an event was not handled", engine.role, engine.name)
 
 

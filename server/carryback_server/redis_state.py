@@ -548,6 +548,10 @@ class RedisState:
                         self._hear(letters, message["data"])
             except (RedisError, OSError) as error:
                 logger.debug("Redis at %s: no messages: %s", self._server, error)
+            except Exception:
+                # A message that goes wrong must not make us deaf for the others.
+                self.observe("messages", "failed", 0.0)
+                logger.exception("Redis at %s: a message was not handled", self._server)
             await asyncio.sleep(RETRY_S)
 
     def _hear(self, letters: Letters, token: bytes) -> None:

@@ -36,6 +36,7 @@ from typing import Annotated, Any
 
 import msgspec
 import yaml
+from carryback.wire.outside import Malformed, decode
 from limits import RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage, RedisStorage
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
@@ -66,6 +67,9 @@ def new_key() -> tuple[str, str]:
 def hash_key(key: str) -> str:
     """How a key is written where only its hash is to be seen: `sha256:` and 64 hex digits."""
     return f"sha256:{_digest(key).hex()}"
+
+
+_listings = msgspec.json.Decoder(dict[str, Any])
 
 
 class _Entry(BaseModel):
@@ -181,11 +185,11 @@ class Tenant:
         if self.models is None:
             return listing
         try:
-            answer = msgspec.json.decode(listing, type=dict[str, Any])
+            answer = decode(_listings.decode, listing, "a list of models")
             answer["data"] = [model for model in answer["data"] if model["id"] in self.models]
-        except (msgspec.MsgspecError, KeyError, TypeError) as error:
+            return msgspec.json.encode(answer)
+        except (Malformed, KeyError, TypeError, RecursionError) as error:
             raise ApiError(502, "the engine's list of models is none", code="engine_failed") from error
-        return msgspec.json.encode(answer)
 
     def salt(self, client_salt: object) -> str | None:
         """The `cache_salt` for both hops, or None for none.

@@ -505,7 +505,7 @@ class Upstream:
                 _, connection = await loop.create_connection(
                     lambda: _Connection(self._idle), self._host, self._port, ssl=self._tls
                 )
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, UnicodeError) as error:  # UnicodeError: no name that DNS could have
             raise ConnectFailed(error) from error
         return connection
 

@@ -41,7 +41,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import vllm
-from carryback.wire.events import ranks_fit
+from carryback.wire.events import ranks_fit, transfer_params
+from carryback.wire.outside import Malformed
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
@@ -242,6 +243,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
                 capacity=capacity,
                 secret=os.environ.get(KEY_VARIABLE),
                 about=about_engine(self, vllm_config, self._sealer, self._hash_block_size, self._kv_heads),
+                guarded=self._guarded,
             )
         if self._cannot_cut:
             logger.warning("carryback: no KV is read back from decode to prefill: %s", self._cannot_cut)
@@ -258,13 +260,16 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         params = request.kv_transfer_params
         if params is not None:
             with self._guarded(lambda: self._compute(request)):
+                for name in [each for each in params if each.startswith("_")]:
+                    del params[name]  # notes of ours and of stock code, which nobody else may make
                 self._take_in(request, params)
         super().on_new_request(request)
 
     def _take_in(self, request: Request, params: dict[str, Any]) -> None:
         """Verify what a request came with, and take out what stock code must not act on."""
         if isinstance(record := params.pop("carryback_record", None), dict):
-            params.update({**record, **params})
+            with suppress(Malformed):
+                params.update({**transfer_params(record), **params})
         self._release(params.pop("carryback_release", ()))
         wait_s = params.pop("carryback_await", None)
         if isinstance(wait_s, int | float) and self._publisher is not None:
@@ -416,9 +421,10 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         if told is None and time.perf_counter() < self._waiting[request.request_id]:
             return False
         del self._waiting[request.request_id]
-        with suppress(msgspec.DecodeError):  # else it computes its prompt itself
-            params.update({**msgspec.json.decode(told or b"{}", type=dict[str, Any]), **params})
-        self.on_new_request(request)
+        with suppress(Malformed):  # else it computes its prompt itself
+            params.update({**transfer_params(told or b"{}"), **params})
+        self._take_in(request, params)
+        super().on_new_request(request)  # its heartbeats begin
         return True
 
     def _match(self, request: Request, params: dict[str, Any]) -> _Match:

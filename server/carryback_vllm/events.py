@@ -16,6 +16,7 @@ from typing import Any
 import zmq
 from carryback.wire.curve import key_pair
 from carryback.wire.events import (
+    MAX_FRAME_BYTES,
     Declined,
     Event,
     Held,
@@ -27,13 +28,21 @@ from carryback.wire.events import (
     encode,
 )
 from carryback.wire.events import about as encode_about
+from carryback.wire.outside import Malformed
 from zmq.auth.thread import ThreadAuthenticator
+
+from carryback_vllm.guard import Guard
 
 KEY_VARIABLE = "CARRYBACK_EVENTS_KEY"
 HELLO_INTERVAL_S = 0.5
-# Told by routers, and not taken yet by the requests that it is for: those may still be on their way.
+# Told by routers, and not taken yet by the requests that it is for: those may still be on their way. With the keys.
 MAX_TOLD_BYTES = 64 * 1024 * 1024
 MAX_TOLD = 10_000
+# How often, at most, the log says that a router sends what cannot be read.
+COMPLAINT_INTERVAL_S = 60.0
+# After a fault the thread goes on so much later, doubled each time in a row.
+_FIRST_PAUSE_S = 0.01
+_MAX_PAUSE_S = 1.0
 
 logger = logging.getLogger("vllm.carryback")
 
@@ -63,6 +72,7 @@ class Publisher:
         capacity: KV blocks that the engine has.
         secret: what engines and routers share; only who has it can subscribe. None: anybody can.
         about: what this engine is, for `wire.events.about_of`.
+        guarded: the owner's, for the thread's own faults, and to tell routers how many there were.
 
     Attributes:
         pinned: KV blocks held for absent readers now. The owner sets it before it announces a change.
@@ -79,13 +89,16 @@ class Publisher:
         capacity: int,
         secret: str | None = None,
         about: Mapping[str, Any] = {},
+        guarded: Guard | None = None,
     ) -> None:
         self.engine = engine
         self.pinned = 0
         self._about = encode_about(about)
         self._capacity = capacity
-        self._seq = 0
-        self._complaint = ""
+        self._guarded = guarded or Guard()
+        self._seq = self._sent = 0
+        self._hello_due = self._complaint_due = -math.inf
+        self._is_over = False
         # By the requests' keys, the latest last; None once it was taken, since routers say it again.
         self._told: OrderedDict[str, bytes | None] = OrderedDict()
         self._told_bytes = 0
@@ -102,7 +115,7 @@ class Publisher:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_TOLD_BYTES // 8)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         # CURVE alone lets in whoever knows the server's public key; the authenticator asks for the secret's.
         self._authenticator = ThreadAuthenticator(self._context) if secret else None
         try:
@@ -179,42 +192,49 @@ class Publisher:
         return self._seq
 
     def _run(self) -> None:
-        sent = 0
-        hello_due = time.monotonic()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._woken, zmq.POLLIN)
-        while True:
-            # However many events there are: a router hears only those for it, and this.
-            wait = hello_due - time.monotonic()
-            if wait <= 0:
-                hello = Hello(
-                    self.engine, sent, self.pinned, self._capacity,
-                    takes_go=True, about=self._about, time_ns=time.time_ns(),
-                )  # fmt: skip
-                self._socket.send_multipart(encode(hello))
-                hello_due = time.monotonic() + HELLO_INTERVAL_S
-                continue
-            ready = dict(poller.poll(math.ceil(wait * 1000)))
-            if self._socket in ready:
-                self._hear(self._socket.recv())
-            if self._woken not in ready:
-                continue
-            self._woken.recv()
-            event = self._queue.get()
-            if isinstance(event, _Stop):
-                break
-            self._socket.send_multipart(encode(event))
-            sent = event.seq
+        pause_s = 0.0
+        while not self._is_over:
+            pause_s = min(2 * pause_s or _FIRST_PAUSE_S, _MAX_PAUSE_S)
+            with self._guarded(lambda: time.sleep(pause_s)):  # noqa: B023 (called within the loop's turn)
+                self._work(poller)
+                pause_s = 0.0
         self._close_sockets()
+
+    def _work(self, poller: zmq.Poller) -> None:
+        """Say hello, if it is time; take in what has come; send what is to be sent."""
+        # However many events there are: a router hears only those for it, and the hellos.
+        wait = self._hello_due - time.monotonic()
+        if wait <= 0:
+            self._hello_due = time.monotonic() + HELLO_INTERVAL_S
+            hello = Hello(
+                self.engine, self._sent, self.pinned, self._capacity,
+                takes_go=True, about=self._about, time_ns=time.time_ns(), faults=self._guarded.failures,
+            )  # fmt: skip
+            self._socket.send_multipart(encode(hello))
+            return
+        ready = dict(poller.poll(math.ceil(wait * 1000)))
+        if self._socket in ready:
+            self._hear(self._socket.recv())
+        if self._woken not in ready:
+            return
+        self._woken.recv()
+        event = self._queue.get()
+        if isinstance(event, _Stop):
+            self._is_over = True
+            return
+        self._sent = event.seq
+        self._socket.send_multipart(encode(event))
 
     def _hear(self, frame: bytes) -> None:
         """A subscriber has sent something."""
         try:
             go = decode_go(frame)
-        except ValueError as error:
-            if str(error) != self._complaint:
-                self._complaint = str(error)
+        except Malformed as error:
+            if (now := time.monotonic()) >= self._complaint_due:
+                self._complaint_due = now + COMPLAINT_INTERVAL_S
                 logger.error("carryback: from a router: %s", error)
             return
         if go is None:
@@ -223,9 +243,10 @@ class Publisher:
             if go.key in self._told:
                 return
             self._told[go.key] = go.params
-            self._told_bytes += len(go.params)
+            self._told_bytes += len(go.key) + len(go.params)
             while self._told_bytes > MAX_TOLD_BYTES or len(self._told) > MAX_TOLD:
-                self._told_bytes -= len(self._told.popitem(last=False)[1] or b"")
+                key, params = self._told.popitem(last=False)
+                self._told_bytes -= len(key) + len(params or b"")
 
     def _close_sockets(self) -> None:
         for socket in (self._socket, self._wake, self._woken):

@@ -45,8 +45,8 @@ class Guard:
         if place not in self._logged:
             self._logged.add(place)
             logger.error(
-                "carryback: a fault of the plug-in (%s); the request's KV is computed and not held. The engine goes "
-                "on; the next faults at this place are only counted",
+                "carryback: a fault of the plug-in (%s). The engine goes on: what would have been read is computed, "
+                "and what would have been held is not. Further faults at this place are only counted",
                 type(error).__name__,
                 exc_info=error,
             )

@@ -582,3 +582,27 @@ def test_what_a_request_may_come_with(start: Callable[..., Engine], params: dict
     held = engine.hold(prompt(4, seed=2))
     engine.read(held.request)
     assert engine.released().reason == "read"
+
+
+def test_who_waits_is_told_where_kv_is_and_nothing_else(start: Callable[..., Engine], port: int) -> None:
+    engine = start()
+    mine = engine.hold(prompt(4, seed=2))
+    request = engine.add(prompt(4), 1, carryback_key="key", carryback_await=600, hold_s=60)
+    engine.step()
+    deep: object = 1
+    for _ in range(500):
+        deep = [deep]
+    params = {
+        "carryback_await": 600, "carryback_release": [mine.request], "carryback_key": "another", "hold_s": 0,
+        "_carryback_reads": "nobody's", "later": deep,
+    }  # fmt: skip
+    with zmq.Context() as context, context.socket(zmq.XSUB) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.connect(f"tcp://127.0.0.1:{port}")
+        router.send(events.encode_go(events.Go("key", json.dumps(params).encode())))
+        held = engine.next(events.Held, step=True)
+    assert request.is_finished()
+    assert (held.key, held.blocks) == ("key", 5)
+    assert held.pinned == 10  # the other's is held as before
+    assert engine.scheduler.connector.connector_scheduler._guarded.failures == 0
+    assert "later" not in request.kv_transfer_params

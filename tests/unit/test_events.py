@@ -155,6 +155,83 @@ def test_what_nobody_takes_does_not_pile_up(address: str) -> None:
         assert [engine.told(str(number)) for number in range(20)] == [None] * 20
 
 
+def test_keys_do_not_pile_up_either(address: str) -> None:
+    with publisher(address) as engine, zmq.Context() as context, context.socket(zmq.XSUB) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.SNDHWM, 0)
+        router.connect(address)
+        # As routers never write it.
+        long = msgspec.msgpack.encode({"type": "go", "key": "k" * 1_000_000, "params": b""})
+        for _ in range(10):
+            router.send(b"\x02" + bytes([events.VERSION]) + long)
+        router.send(events.encode_go(events.Go("last", b"{}")))
+        assert told(engine, "last") == b"{}"
+        assert engine._told_bytes < 1000
+
+
+def test_a_frame_that_is_too_long_costs_its_sender_the_connection(address: str) -> None:
+    with publisher(address) as engine, zmq.Context() as context:
+        with context.socket(zmq.XSUB) as router:
+            router.setsockopt(zmq.LINGER, 0)
+            router.setsockopt(zmq.RECONNECT_IVL, -1)
+            router.connect(address)
+            router.send(b"\x01" + events.HELLO_TOPIC)
+            assert router.poll(WITHIN_MS)
+            router.send(events.encode_go(events.Go("a", bytes(events.MAX_FRAME_BYTES))))
+            router.send(events.encode_go(events.Go("b", b"{}")))
+        with context.socket(zmq.XSUB) as router:
+            router.setsockopt(zmq.LINGER, 0)
+            router.connect(address)
+            router.send(events.encode_go(events.Go("c", b"{}")))
+            assert told(engine, "c") == b"{}"
+        assert engine.told("a") is engine.told("b") is None
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\x02" + bytes([events.VERSION]) + b"\x82\xa4type\xa2go\xa6params" + b"\x91" * 100_000,
+        b"\x02" + bytes([events.VERSION]) + b"\x81" * 100_000,
+        b"\x02",
+        b"\x03",
+    ],
+)
+def test_nothing_that_a_router_sends_ends_the_events(address: str, frame: bytes) -> None:
+    with publisher(address) as engine, zmq.Context() as context, context.socket(zmq.XSUB) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.connect(address)
+        router.send(frame)
+        router.send(events.encode_go(events.Go("a", b"{}")))
+        assert told(engine, "a") == b"{}"
+
+
+def test_the_events_go_on_after_a_fault_and_say_how_many_there_were(
+    address: str, subscribe: Callable[..., Subscriber], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = iter([RuntimeError("one"), RecursionError("two"), zmq.ZMQError(11)])
+    hear = Publisher._hear
+
+    def fails_first(self: Publisher, frame: bytes) -> None:
+        for error in faults:
+            raise error
+        hear(self, frame)
+
+    monkeypatch.setattr(Publisher, "_hear", fails_first)
+    with publisher(address) as engine, zmq.Context() as context, context.socket(zmq.XSUB) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.connect(address)
+        for number in range(4):
+            router.send(events.encode_go(events.Go(str(number), b"{}")))
+        assert told(engine, "3") == b"{}"
+        assert engine.told("0") is None
+        listener = subscribe(router="key")
+        hello = listener.next(events.Hello)
+        assert isinstance(hello, events.Hello)
+        assert hello.faults == 3
+        engine.declined("key", "unverified")
+        assert listener.next(events.Declined)
+
+
 def test_a_burst_of_events_is_taken_whole(address: str, subscribe: Callable[..., Subscriber]) -> None:
     count = 20_000
     with publisher(address) as engine:

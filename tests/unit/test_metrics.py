@@ -75,7 +75,7 @@ def test_all_metrics_are_documented() -> None:
 def test_no_label_can_be_chosen_by_a_client() -> None:
     allowed = {
         *("endpoint", "status", "code", "outcome", "reason", "source", "hop", "role", "engine", "result"),
-        *("tenant", "operation", "rank", "version", "prefill", "decode"),
+        *("tenant", "operation", "rank", "version", "prefill", "decode", "task"),
         "field",  # names of `trust.FIELDS`, and `other`
     }
     assert {label for metric in ours() for label in metric._labelnames} == allowed

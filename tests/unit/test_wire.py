@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
 from carryback import wire
 from carryback.wire import events
+from carryback.wire.outside import Malformed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -178,3 +179,77 @@ def test_an_event_may_carry_more_than_this_version_knows() -> None:
 @pytest.mark.parametrize("about", [b"", b"\xff", b"\x93\x01\x02\x03", b"\x81\x01\x02"])
 def test_what_an_engine_says_that_is_no_map_is_nothing(about: bytes) -> None:
     assert events.about_of(events.Hello("e", 1, 0, 9, about=msgspec.Raw(about))) == {}
+
+
+DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        VERSION + b"\x81\xa4type" + b"\x91" * DEEP,
+        VERSION + b"\x82\xa4type\xa5hello\xa5later" + b"\x91" * DEEP,
+        VERSION + b"\x82\xa4type\xa5hello\xa5about" + b"\x91" * DEEP,
+        VERSION + b"\x82\xa4type\xa5hello\xa5later\xdb\xff\xff\xff\xff",
+        VERSION + b"\x82\xa4type\xa5hello\xa6engine\xa2\xff\xfe",
+    ],
+    ids=["tag", "unknown field", "raw field", "a length that is none", "no UTF-8"],
+)
+def test_whatever_is_wrong_with_an_event_is_one_error(payload: bytes) -> None:
+    with pytest.raises(Malformed, match="engine event"):
+        events.decode(payload)
+
+
+def test_what_an_engine_says_of_itself_is_not_nested_deep() -> None:
+    deep: object = 1
+    for _ in range(100):
+        deep = [deep]
+    assert events.about_of(events.Hello("e", 1, 0, 9, about=events.about({"deep": deep}))) == {}
+
+
+def go(key: str, params: bytes) -> bytes:
+    return b"\x02" + VERSION + msgspec.msgpack.encode({"type": "go", "key": key, "params": params})
+
+
+def test_a_go_has_a_key_that_a_router_may_have_given() -> None:
+    assert events.decode_go(go("k" * 128, b"{}")) == events.Go("k" * 128, b"{}")
+    with pytest.raises(Malformed):
+        events.decode_go(go("k" * 129, b"{}"))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"remote_block_ids":' + b"[" * DEEP,
+        b'{"remote_block_ids":[[[1]]]}',
+        b'{"carryback":{"others":{"deep":{}}}}',
+        b'{"later":' + b"[" * DEEP + b"]" * DEEP + b"}",
+        b'{"remote_host":7}',
+        b"[]",
+        b"",
+        {"remote_block_ids": "all"},
+    ],
+)
+def test_what_says_where_kv_is_is_of_its_form(said: Any) -> None:
+    with pytest.raises(Malformed):
+        events.transfer_params(said)
+
+
+def test_what_says_where_kv_is_says_nothing_else() -> None:
+    said = {
+        "do_remote_prefill": True,
+        "remote_block_ids": [[1, 2], []],
+        "remote_blocks_expiry_time": 12.0,
+        "carryback": {"v": 1, "mac": "x", "others": {"remote_registration_generation": 1}},
+    }
+    theirs = {
+        "carryback_await": 60,
+        "carryback_release": ["another's"],
+        "carryback_key": "another's",
+        "carryback_withdraw": True,
+        "hold_s": 1e9,
+        "_carryback_reads": "x",
+        "later": [[[1]]],
+    }
+    assert events.transfer_params({**said, **theirs}) == said
+    assert events.transfer_params(msgspec.json.encode({**said, **theirs})) == said

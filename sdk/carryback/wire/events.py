@@ -10,15 +10,23 @@ is none of a subscription's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 import msgspec
+
+from carryback.wire.outside import Fields, Malformed, Scalar
+from carryback.wire.outside import decode as decode_with
 
 T = TypeVar("T")
 
 VERSION = 2
 HELLO_TOPIC = b"hello"
+# No frame is longer, either way: of 1,000,000 tokens in blocks of 16, ids and digests take 2 MB. The peer that
+# sends more is disconnected.
+MAX_FRAME_BYTES = 8 * 1024 * 1024
+# Of the keys in what routers send; their own have 32 characters.
+MAX_KEY_LENGTH = 128
 
 ReleaseReason = Literal["read", "expired", "asked"]
 
@@ -36,6 +44,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
         takes_go: requests can be sent to it to wait for a `Go`.
         about: what the engine is, in msgpack; see `about_of`. It stays as it is while the engine runs.
         time_ns: the engine's wall clock, in nanoseconds since 1970; 0 from engines that do not say.
+        faults: exceptions of the plug-in's own code since the engine's start; it went on without.
     """
 
     engine: str
@@ -45,6 +54,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     takes_go: bool = False
     about: msgspec.Raw = _NOTHING
     time_ns: int = 0
+    faults: int = 0
 
 
 class Held(msgspec.Struct, tag="held", frozen=True):
@@ -129,11 +139,35 @@ class Go(msgspec.Struct, tag="go", frozen=True):
 
     Attributes:
         key: the router's key of the request.
-        params: the `kv_transfer_params`, JSON, with which it goes on.
+        params: the `kv_transfer_params`, JSON, with which it goes on; of them only `TransferParams` count.
     """
 
-    key: str
+    key: Annotated[str, msgspec.Meta(max_length=MAX_KEY_LENGTH)]
     params: bytes
+
+
+class TransferParams(TypedDict, total=False):
+    """All that a `Go` or a record may say: where KV is that can be read, and the seal.
+
+    What a request may do besides (wait, hold, let go of others' KV) comes with the request alone.
+    """
+
+    do_remote_prefill: bool
+    do_remote_decode: bool
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: int
+    remote_block_ids: list[list[int]]
+    remote_num_tokens: int
+    remote_blocks_expiry_time: int | float | None
+    remote_registration_generation: Scalar
+    remote_prefill_cached_tokens: int
+    tp_size: int
+    dcp_size: int
+    pp_size: int
+    transfer_mode: str
+    carryback: dict[str, Scalar | dict[str, Scalar]]
 
 
 # The first byte of a `Go`; subscriptions have 0 and 1.
@@ -142,6 +176,8 @@ _UPSTREAM = b"\x02"
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 _go_decoder = msgspec.msgpack.Decoder(Go)
+_about_decoder = msgspec.msgpack.Decoder(Fields)
+_params_decoder = msgspec.json.Decoder(TransferParams)
 
 
 def encode(event: Event) -> tuple[bytes, bytes]:
@@ -172,8 +208,8 @@ def about_of(hello: Hello) -> dict[str, Any]:
     - `ucx`: the variables `UCX_...` of its environment that choose transports
     """
     try:
-        return msgspec.msgpack.decode(hello.about, type=dict[str, Any])
-    except msgspec.DecodeError:
+        return decode_with(_about_decoder.decode, hello.about, "what an engine is")
+    except Malformed:
         return {}
 
 
@@ -194,9 +230,9 @@ def decode(payload: bytes) -> Event:
     """The event in a message's second frame.
 
     Raises:
-        ValueError: another version, or not an event.
+        Malformed: another version, or not an event.
     """
-    return _decoded(_decoder, payload)
+    return _decoded(_decoder.decode, payload)
 
 
 def encode_go(go: Go) -> bytes:
@@ -208,18 +244,30 @@ def decode_go(frame: bytes) -> Go | None:
     """What came in from a subscriber; None if that is a subscription.
 
     Raises:
-        ValueError: another version, or not a `Go`.
+        Malformed: another version, or not a `Go`.
     """
-    return _decoded(_go_decoder, frame[1:]) if frame[:1] == _UPSTREAM else None
+    return _decoded(_go_decoder.decode, frame[1:]) if frame[:1] == _UPSTREAM else None
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
+def transfer_params(said: bytes | dict[str, Any]) -> dict[str, Any]:
+    """What a `Go` (JSON) or a request's `carryback_record` says of a transfer; all else is left out.
+
+    Raises:
+        Malformed: it is none, or nested too deep to be passed on.
+    """
+    if isinstance(said, bytes):
+        return dict(decode_with(_params_decoder.decode, said, "kv_transfer_params"))
+    return dict(decode_with(_converted, said, "a record"))
+
+
+def _converted(record: dict[str, Any]) -> TransferParams:
+    return msgspec.convert(record, TransferParams)
+
+
+def _decoded(decoder: Callable[[bytes], T], payload: bytes) -> T:
     if payload[:1] != bytes([VERSION]):
-        raise ValueError(
+        raise Malformed(
             f"an engine event of version {payload[0] if payload else None}; this is {VERSION}: engine and router "
             "are of releases of carryback that do not know each other's events"
         )
-    try:
-        return decoder.decode(payload[1:])
-    except msgspec.DecodeError as error:
-        raise ValueError(f"not an engine event: {error}") from error
+    return decode_with(decoder, payload[1:], "an engine event")
