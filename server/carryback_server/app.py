@@ -13,7 +13,7 @@ from aiohttp import HttpVersion11, web
 from carryback import wire
 from pydantic import TypeAdapter, ValidationError
 
-from carryback_server import background, dashboard, live, workers
+from carryback_server import background, browsers, dashboard, live, workers
 from carryback_server.address import in_url
 from carryback_server.chains import busy
 from carryback_server.config import ConfigError, Engines, RouterConfig
@@ -80,6 +80,7 @@ class Router:
         )
         self.pipeline = Pipeline(config, self.metrics, self.tenants, self._on_message)
         self._page = dashboard.load()
+        self._hosts = {each.lower() for each in (*config.allowed_hosts, config.host, config.admin_host)}
         self._applying: set[asyncio.Task[None]] = set()
         self._runners: list[web.AppRunner] = []
         self.connections: dict[str, Connections] = {}
@@ -97,7 +98,9 @@ class Router:
         open_files = raise_open_files()
         most = affordable(config.max_connections, open_files)
         expect: dict[str, Any] = {"expect_handler": _expect}
-        clients = web.Application(client_max_size=config.max_body_bytes, middlewares=[self._errors])
+        clients = web.Application(
+            client_max_size=config.max_body_bytes, middlewares=[self._errors, self._from_here]
+        )
         clients.on_response_prepare.append(_introduce)
         for path in ENDPOINTS:
             clients.router.add_post(path, self.pipeline.handle, **expect)
@@ -112,7 +115,7 @@ class Router:
         clients.router.add_get(f"/v1/conversations/{_ID}", self._get, **expect)
         clients.router.add_delete(f"/v1/conversations/{_ID}", self._delete, **expect)
         clients.router.add_get("/", self._health, **expect)
-        admin = web.Application(middlewares=[self._errors, _same_origin])
+        admin = web.Application(middlewares=[self._errors, self._from_operators])
         admin.router.add_get("/metrics", self._metrics, **expect)
         admin.router.add_get("/admin/engines", self._engines, **expect)
         admin.router.add_post("/admin/engines", self._set_engines, **expect)
@@ -250,6 +253,21 @@ class Router:
         finally:
             if not is_counted:
                 self.metrics.requests.labels(await _endpoint(request), str(status)).inc()
+        return response
+
+    @web.middleware
+    async def _from_operators(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Pages of other sites, in an operator's browser, may link to the dashboard and nothing else."""
+        browsers.check(request, self._hosts, pages=("/dashboard",))
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    @web.middleware
+    async def _from_here(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Where nobody needs a key, a page of another site would need none either."""
+        if self.tenants.are_open:
+            browsers.check(request, self._hosts)
+        response: web.StreamResponse = await handler(request)
         return response
 
     async def _elsewhere(self, request: web.Request) -> web.Response:
@@ -506,21 +524,6 @@ async def _endpoint(request: web.Request) -> str:
 async def _without_versions(request: web.Request, response: web.StreamResponse) -> None:
     """aiohttp would name itself and Python, with their versions."""
     response.headers["Server"] = "carryback"
-
-
-@web.middleware
-async def _same_origin(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Other sites' pages, in an operator's browser, may not change anything.
-
-    Raises:
-        ApiError: 403, such a page asks.
-    """
-    origin = request.headers.get("Origin")
-    if request.method not in ("GET", "HEAD") and origin and origin.partition("://")[2] != request.host:
-        message = f"a page of {origin} may not do this; ask from elsewhere than a browser"
-        raise ApiError(403, message, code="foreign_origin", param="Origin")
-    response: web.StreamResponse = await handler(request)
-    return response
 
 
 def _shares(tenants: Tenants) -> dict[str, float]:

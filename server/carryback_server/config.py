@@ -191,6 +191,10 @@ class RouterConfig(SharedConfig):
     "Address of the operators' port: /metrics and /admin."
     admin_port: int | None = Field(None, ge=0, le=65535)
     "One above `port` unless given; 0: a free one."
+    allowed_hosts: Separated = []
+    """Names under which the operators' port is asked for, and the clients' where a request needs no key. Addresses,
+    names without a dot and names under `.svc`, `.cluster.local`, `.internal` and `.localhost` always are; `*`: any,
+    so that pages of other sites can read it by DNS rebinding."""
     engines: Engines = []
     dns_interval_s: float = Field(10.0, gt=0)
     "Between two resolutions of the engines' names that have `dns`."

@@ -259,6 +259,11 @@ class Tenants:
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._names.values())
 
+    @property
+    def are_open(self) -> bool:
+        """Requests without a key are somebody's."""
+        return self._default is not None or self._anonymous is not None
+
     def of(self, headers: Mapping[str, str]) -> Tenant:
         """The tenant that sent a request.
 
