@@ -24,7 +24,7 @@ import psutil
 import zmq
 import zmq.asyncio
 from raw_server import RawServer, whole
-from scene import ATTACKER_KEY, ENGINE_KEY, Reply, Scene
+from scene import ATTACKER_KEY, ENGINE_KEY, Reply, Scene, parsed
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -332,7 +332,7 @@ async def slow_body(scene: Scene) -> Outcome:
     without = await _crowd(scene, 100, f"{head}\r\n{{".encode())
     async with _trickling([*with_key, *without]):
         answers = await asyncio.gather(*(_first(reader, 8) for reader, _ in without))
-    refused = sum(answer.startswith(b"HTTP/1.1 401") for answer in answers)
+    refused = sum(parsed(answer).status == 401 for answer in answers)
     return Outcome(f"{refused} of 100 without a key refused in 8 s", refused == 100)
 
 
@@ -400,11 +400,11 @@ async def half_closed(scene: Scene) -> Outcome:
         writer.write_eof()
         with suppress(OSError, TimeoutError):
             answer = await asyncio.wait_for(reader.read(-1), 10)
-            complete += answer.startswith(b"HTTP/1.1 200") and (not wants or b"[DONE]" in answer)
+            complete += parsed(answer).status == 200 and (not wants or b"[DONE]" in answer)
     return Outcome(f"{complete} of 20 answered", complete == 20)
 
 
-@attack("stops-reading", is_fast=True, settings={"idle_timeout_s": 3.0})
+@attack("stops-reading", is_fast=True, settings={"idle_timeout_s": 3.0, "send_timeout_s": 3.0})
 async def stops_reading(scene: Scene) -> Outcome:
     """20 clients that stop reading in the last 256 KiB of an answer: given up, sooner or later"""
     crowd = await asyncio.gather(*(_unread(scene, 1000) for _ in range(20)))
@@ -413,7 +413,7 @@ async def stops_reading(scene: Scene) -> Outcome:
     return Outcome(f"{left} of 20 open after 20 s", left == 0)
 
 
-@attack("slow-readers", is_fast=True, settings={"idle_timeout_s": 3.0}, rss_mib=64)
+@attack("slow-readers", is_fast=True, settings={"idle_timeout_s": 3.0, "send_timeout_s": 3.0}, rss_mib=64)
 async def slow_readers(scene: Scene) -> Outcome:
     """20 clients that read a kilobyte a second of endless streams, and then nothing; the engines have to be free after"""
     crowd = await asyncio.gather(*(_unread(scene, 100_000_000) for _ in range(20)))

@@ -28,6 +28,7 @@ from systems import HERE, running
 INNOCENT_KEY = "sk-innocent-0123456789abcdef0123456789"
 ATTACKER_KEY = "sk-attacker-0123456789abcdef0123456789"
 ENGINE_KEY = "the key of the engines, which nobody else may have"
+STATE_KEY = "the key of the routers, which nobody else may have"
 DESCRIPTORS = 1024
 START_TIMEOUT_S = 60.0
 PACE_S = 0.01
@@ -106,7 +107,7 @@ class Scene:
             return Reply(-1)
         except OSError:
             pass  # it may have said why before
-        return _reply(bytes(data))
+        return parsed(bytes(data))
 
     async def operate(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = {}
@@ -169,7 +170,8 @@ class Scene:
         (self.folder / name).write_text(text)
 
 
-def _reply(data: bytes) -> Reply:
+def parsed(data: bytes) -> Reply:
+    """An answer, as its bytes came."""
     head, _, body = data.partition(b"\r\n\r\n")
     while head.startswith(b"HTTP/1.1 100"):
         head, _, body = body.partition(b"\r\n\r\n")
@@ -198,7 +200,7 @@ async def scene(
 
     Args:
         is_fast: the engines do next to no work; else they answer as a model would, and can be made to fail.
-        settings: of the router.
+        settings: of the router; those that the checkout does not know are left out.
         limits: of the attacking tenant.
     """
     with ExitStack() as stack:
@@ -220,8 +222,10 @@ async def scene(
         config = {
             "port": port, "admin_port": admin_port, "engines": engines, "engine_api_key": ENGINE_KEY,
             "tenants_file": str(folder / "tenants.yaml"), "state": f"redis://127.0.0.1:{redis.port}/0",
-            "probe_interval_s": 0.5, "shutdown_timeout_s": 0, **settings,
+            "probe_interval_s": 0.5, "shutdown_timeout_s": 0, "state_key": STATE_KEY, **settings,
         }  # fmt: skip
+        known = (root / "server/carryback_server/config.py").read_text()
+        config = {name: value for name, value in config.items() if f"    {name}: " in known}
         (folder / "router.yaml").write_text(yaml.safe_dump(config))
         command = [
             sys.executable,
