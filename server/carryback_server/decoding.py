@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
-from carryback_server.engines import Engine
+from carryback_server.engines import Blame, Engine
 from carryback_server.relay import Answer
 from carryback_server.tracing import Step
 from carryback_server.upstream import BrokeOff
@@ -32,6 +32,7 @@ class Decoding:
         key: of the request.
         beginning: sends it; gives its answer, begun.
         tokens: of its prompt, for the engine's load.
+        blame: of the request.
         over: called at the end, with whether the engine may have begun with it: it was told to, or its wait was over.
 
     Attributes:
@@ -47,6 +48,7 @@ class Decoding:
         beginning: Coroutine[Any, Any, Answer],
         *,
         tokens: int,
+        blame: Blame,
         is_waiting: bool,
         over: Callable[[bool], None],
     ) -> None:
@@ -58,7 +60,7 @@ class Decoding:
         self._timer: asyncio.TimerHandle | None = None
         self._end = ExitStack()
         self._end.callback(lambda: over(self._has_run))
-        self.visit = self._end.enter_context(engine.busy(tokens))
+        self.visit = self._end.enter_context(engine.busy(tokens, blame))
         self._end.enter_context(step)
         self._beginning = asyncio.create_task(beginning)
         self._end.callback(self._break_off)

@@ -42,6 +42,7 @@ _models = msgspec.json.Decoder(_Models)
 
 Role = Literal["prefill", "decode"]
 State = Literal["up", "down", "ejected", "draining"]
+Why = Literal["timeout", "failure"]
 
 
 class EngineDown(Exception):
@@ -91,12 +92,17 @@ class Visit:
 
     An `EngineDown` or an `UpstreamError` is a failure, an end without an exception a success. Any other
     exception, a client's leaving too, says nothing.
+
+    Args:
+        blame: is told of a failure, to find out whose fault it is; without one it is the engine's.
     """
 
-    def __init__(self, engine: Engine, tokens: int) -> None:
+    def __init__(self, engine: Engine, tokens: int, blame: Blame | None) -> None:
         self._engine = engine
         self._tokens = tokens
+        self._blame = blame
         self._has_failed = False
+        self._says_nothing = False
 
     def update(self, tokens: int) -> None:
         """Correct how many tokens it is."""
@@ -106,6 +112,10 @@ class Visit:
     def fail(self) -> None:
         """The engine failed, though it raises nothing: an answer that broke off after its first byte."""
         self._has_failed = True
+
+    def pass_over(self) -> None:
+        """Its end says nothing of the engine: it refused a request that is wrong."""
+        self._says_nothing = True
 
     def __enter__(self) -> Visit:
         self._engine.load += self._tokens
@@ -121,9 +131,43 @@ class Visit:
         self.update(0)
         self._engine.in_flight -= 1
         if isinstance(error, EngineDown | UpstreamError) or self._has_failed:
-            self._engine.failed("timeout" if getattr(error, "is_timeout", False) else "failure")
-        elif error is None:
+            why: Why = "timeout" if getattr(error, "is_timeout", False) else "failure"
+            if self._blame is not None:
+                self._blame.failed(self._engine, why)
+            else:
+                self._engine.failed(why)
+        elif error is None and not self._says_nothing:
             self._engine.ejection.succeeded()
+
+
+class Blame:
+    """Whose fault it is that a request failed: an engine's, if another one of its role then did the same request.
+
+    What no other did may be the request's own fault. The engine is then in doubt, which a request of the router's
+    own decides.
+    """
+
+    def __init__(self) -> None:
+        self._failed: list[tuple[Engine, Why]] = []
+
+    def failed(self, engine: Engine, why: Why) -> None:
+        """The request failed at an engine."""
+        self._failed.append((engine, why))
+
+    def worked(self, engine: Engine) -> None:
+        """An engine does it."""
+        failed, self._failed = self._failed, []
+        for other, why in failed:
+            if other.role != engine.role:
+                self._failed.append((other, why))
+            elif other is not engine:
+                other.failed(why)
+
+    def settle(self) -> None:
+        """Nobody else is asked."""
+        for engine, why in self._failed:
+            engine.doubt(why)
+        self._failed.clear()
 
 
 class Within:
@@ -214,6 +258,7 @@ class Engine:
         self._last_event = -math.inf
         self._seq = 0
         self._failed_probes = 0
+        self._why_doubted: Why = "failure"
         self._why_down = ""
         self._run_of_models = ""
         self._upstream = Upstream(
@@ -281,22 +326,31 @@ class Engine:
         self._gauges.capacity_blocks.set(self.capacity)
         self._gauges.mismatched.set(len(self.mismatches))
 
-    def busy(self, tokens: int) -> Visit:
+    def busy(self, tokens: int, blame: Blame | None = None) -> Visit:
         """Count a request as being at the engine while in the context that this returns.
 
         Args:
             tokens: that the engine has to compute or keep for it.
+            blame: of the request, which may go to other engines.
         """
-        return Visit(self, tokens)
+        return Visit(self, tokens, blame)
 
-    def failed(self, why: Literal["timeout", "failure"]) -> None:
+    def failed(self, why: Why) -> None:
         """A request failed by this engine's fault."""
         if self.ejection.failed(lambda: self._may_eject(self)):
-            self._metrics.engine_ejections.labels(self.role, self.name, why).inc()
-            logger.warning(
-                "%s engine %s: %d requests in a row failed; nothing is sent to it for %g s",
-                self.role, self.name, self._config.ejection_failures, self.ejection.wait_s,
-            )  # fmt: skip
+            self._ejected(why)
+
+    def doubt(self, why: Why) -> None:
+        """A request failed here, which may have been its own fault. After several in a row the next probe tries it."""
+        self.ejection.doubted()
+        self._why_doubted = why
+
+    def _ejected(self, why: Why) -> None:
+        self._metrics.engine_ejections.labels(self.role, self.name, why).inc()
+        logger.warning(
+            "%s engine %s: %d requests in a row failed; nothing is sent to it for %g s",
+            self.role, self.name, self._config.ejection_failures, self.ejection.wait_s,
+        )  # fmt: skip
 
     async def post(
         self, path: str, body: bytes, *, request_id: str, headers: Mapping[str, str] = {}
@@ -481,16 +535,22 @@ class Engine:
         self._upstream.close()
 
     async def _try(self) -> None:
+        was_out = self.ejection.is_out
         try:
             await self._complete({})
         except OSError as error:
-            self.ejection.tried(False)
+            if self.ejection.tried(False, lambda: self._may_eject(self)):
+                self._ejected(self._why_doubted)
+            if not was_out:
+                return
             logger.warning(
                 "%s engine %s still fails (%s); nothing is sent to it for %g s",
                 self.role, self.name, _said(error), self.ejection.wait_s,
             )  # fmt: skip
         else:
             self.ejection.tried(True)
+            if not was_out:
+                return  # what failed was not its fault
             logger.info("%s engine %s works again", self.role, self.name)
 
     async def _check(self, path: str) -> bytes:

@@ -27,7 +27,7 @@ from carryback_server.config import RouterConfig
 from carryback_server.costs import Costs
 from carryback_server.decoding import Decoding
 from carryback_server.endpoints import ENDPOINTS, Endpoint, Responses
-from carryback_server.engines import Engine, EngineDown, Visit
+from carryback_server.engines import Blame, Engine, EngineDown, Visit
 from carryback_server.errors import ApiError, foreign
 from carryback_server.explain import CannotAsk, Explanation, Explanations, Kept, explain
 from carryback_server.hold import Holding, whole
@@ -76,6 +76,7 @@ class Trip:
         why_none: why there is no record for it.
         holder: the decode engine that had its record.
         kept: what is kept of it to explain its reuse, if anything is.
+        blame: whose fault it is where it fails.
     """
 
     request: web.Request
@@ -96,6 +97,7 @@ class Trip:
     why_none: str = ""
     holder: Engine | None = None
     kept: Kept | None = None
+    blame: Blame = field(default_factory=Blame)
 
 
 @dataclass
@@ -226,6 +228,7 @@ class Pipeline:
             raise
         finally:
             self._metrics.in_flight.dec()
+            trip.blame.settle()
             entry.duration_s = time.monotonic() - trip.started
             self._metrics.observe_request(entry)
             self.live.end(trip.step)
@@ -511,6 +514,7 @@ class Pipeline:
                 with trip.trace.step("prefill") as step:
                     step.engine(engine.name, engine.site.url)
                     given = await self._ask(engine, trip, params, key, expected, step.headers())
+                trip.blame.worked(engine)
                 prefilled = _prefilled(given, engine, offered is not None, trip.why_none)
                 self._estimate.learn(trip.body.size, prefilled.reuse.prompt_tokens)
                 self._learn(trip, prefilled)
@@ -583,7 +587,7 @@ class Pipeline:
         sent = time.monotonic()
         data = trip.endpoint.for_prefill(trip.body, params)
         tokens = max(self._estimate.tokens(trip.body.size) - expected, 1)
-        with engine.busy(tokens):
+        with engine.busy(tokens, trip.blame) as visit:
             try:
                 async with engine.within(timeout_s):
                     status, content_type, content = await self._first_word(engine, path, data, key, headers)
@@ -594,6 +598,8 @@ class Pipeline:
             if status != 200 and not 400 <= status < 500:
                 said = content[:500].decode(errors="replace")
                 raise EngineDown(engine, f"status {status}", is_over=True, said=said)
+            if status != 200:
+                visit.pass_over()
         if status != 200:
             if (problem := foreign(status, content_type)) is not None:
                 content_type, content = "application/json", trip.endpoint.error_body(problem)
@@ -670,6 +676,7 @@ class Pipeline:
             step,
             self._begin(engine, trip, params, key, step.headers()),
             tokens=tokens,
+            blame=trip.blame,
             is_waiting=is_waiting,
             over=lambda has_run: self.holding.land(key, None) if has_run else self.holding.call_off(key),
         )
@@ -728,7 +735,9 @@ class Pipeline:
                         raise EngineDown(engine, message, is_over=True, said=_excerpt(answer))
                     if answer.status >= 400:
                         prefilled.is_over = True
+                        decoding.visit.pass_over()
                     elif not answer.has_failed:
+                        trip.blame.worked(engine)
                         entry.ttft_s = time.monotonic() - trip.started
                         self._metrics.observe_first_byte(entry)
                         self.live.changed(trip.step)
@@ -778,7 +787,10 @@ class Pipeline:
     async def _answer(self, decoding: Decoding, trip: Trip) -> Answer:
         sent = time.monotonic()
         try:
-            return await decoding.answer(self._config.first_byte_timeout_s)
+            if trip.body.flag("stream"):
+                return await decoding.answer(self._config.first_byte_timeout_s)
+            # It has no first byte until all of it is generated.
+            return await decoding.answer(self._config.answer_timeout_s)
         finally:
             trip.entry.decode_wait_s += time.monotonic() - sent
 

@@ -419,3 +419,59 @@ async def test_all_that_a_tenant_asks_for_counts_in_its_limits(cluster: Cluster,
         assert int(answers[-1].headers["retry-after"]) > 0
         assert (await cluster.post(router, CHAT, HI, key=ACME)).status == 429
         assert (await ask(GUESTS)).status != 429
+
+
+# -- what one's failures cost the others
+
+
+@pytest.mark.parametrize(
+    "fault", [{"status": 500}, {"drop": "before_status"}, {"hop": "decode", "drop": "before_first_byte"}]
+)
+async def test_requests_that_every_engine_fails_eject_none(
+    cluster: Cluster, tmp_path: Path, fault: dict[str, Any]
+) -> None:
+    engines = [await cluster.engine(role) for role in ("prefill", "prefill", "decode", "decode")]
+    router = await cluster.router(tenants_file=tenants_file(tmp_path), ejection_failures=3)
+    chat = cluster.chat(router, key=GUESTS)
+    await chat.say()
+    for engine in engines:
+        engine.fault(times=None, contains="poison", **fault)
+    for number in range(12):
+        body = {"messages": [user(f"poison {number}")], "stream": bool(number % 2)}
+        assert (await cluster.post(router, CHAT, body, key=ACME)).status >= 500
+    # The router has asked those in doubt itself.
+    pool = router.pipeline.pool
+    await until(lambda: not any(each.ejection.is_due for each in pool.engines))
+    assert [(each.state, each.ejection.count) for each in pool.engines] == [("up", 0)] * 4
+    assert (await chat.say()).reuse.outcome == "hit"
+
+
+async def test_an_engine_that_fails_what_another_does_is_ejected_whatever_else_fails(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    bad, good = await cluster.engine("decode"), await cluster.engine("decode")
+    await cluster.engine("prefill")
+    router = await cluster.router(tenants_file=tenants_file(tmp_path), ejection_failures=3, ejection_s=60.0)
+    for engine in (bad, good):
+        engine.fault(times=None, contains="poison", hop="decode", status=500)
+    bad.fault(times=None, hop="decode", status=500)
+    engine = next(each for each in router.pipeline.pool.engines if each.site.url == bad.url)
+
+    async def is_out() -> bool:
+        # A request that is refused does not make up for those that failed.
+        for text in ("poison", TEXT):
+            await cluster.post(router, CHAT, {"messages": [user(text)]}, key=ACME)
+        return engine.state == "ejected"
+
+    await eventually(is_out)
+    assert engine.ejection.count == 1
+
+
+async def test_an_answer_that_is_not_streamed_may_take_its_time(cluster: Cluster) -> None:
+    _, decode = await cluster.pair()
+    router = await cluster.router(first_byte_timeout_s=0.2, ejection_failures=1)
+    decode.fault(times=None, hop="decode", status_delay_s=1.0)
+    assert (await cluster.chat(router).say(stream=False)).status == 200
+    assert (await cluster.post(router, CHAT, {**HI, "stream": True})).status == 504
+    router = await cluster.router(answer_timeout_s=0.2)
+    assert (await cluster.post(router, CHAT, HI)).status == 504

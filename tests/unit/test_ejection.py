@@ -8,13 +8,17 @@ LIMIT, FIRST_S, MAX_S = 3, 10.0, 70.0
 
 
 class EjectionLife(RuleBasedStateMachine):
-    """An engine is out exactly from its third failure in a row until a trial works, for longer each time."""
+    """An engine is out exactly from its third failure in a row until a trial works, for longer each time.
+
+    After as many doubts in a row a trial decides, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.ejection = Ejection(failures=LIMIT, first_s=FIRST_S, max_s=MAX_S, clock=lambda: self.now)
         self.in_a_row = 0
+        self.doubts = 0
         self.out_until: float | None = None
         self.last_wait = 0.0
         self.back = 0.0
@@ -32,7 +36,12 @@ class EjectionLife(RuleBasedStateMachine):
     @rule()
     def succeed(self) -> None:
         self.ejection.succeeded()
-        self.in_a_row = 0
+        self.in_a_row = self.doubts = 0
+
+    @rule()
+    def doubt(self) -> None:
+        self.ejection.doubted()
+        self.doubts += 1
 
     @rule(may_eject=st.booleans())
     def fail(self, may_eject: bool) -> None:
@@ -46,9 +55,18 @@ class EjectionLife(RuleBasedStateMachine):
             self.put_out()
 
     @precondition(lambda self: self.ejection.is_due)
-    @rule(worked=st.booleans())
-    def try_it(self, worked: bool) -> None:
-        self.ejection.tried(worked)
+    @rule(worked=st.booleans(), may_eject=st.booleans())
+    def try_it(self, worked: bool, may_eject: bool) -> None:
+        is_ejected = self.ejection.tried(worked, lambda: may_eject)
+        self.doubts = 0
+        if self.out_until is None:  # it was only in doubt
+            assert is_ejected == (may_eject and not worked)
+            if is_ejected:
+                if self.now - self.back >= MAX_S:
+                    self.last_wait = 0.0
+                self.put_out()
+            return
+        assert not is_ejected
         if worked:
             self.out_until, self.back = None, self.now
             self.in_a_row = LIMIT - 1  # one more failure puts it out again
@@ -59,11 +77,14 @@ class EjectionLife(RuleBasedStateMachine):
     def restart(self) -> None:
         self.ejection.reset()
         self.in_a_row, self.out_until, self.last_wait, self.back = 0, None, 0.0, self.now
+        self.doubts = 0
 
     @invariant()
     def tells_the_truth(self) -> None:
         assert self.ejection.is_out == (self.out_until is not None)
-        assert self.ejection.is_due == (self.out_until is not None and self.now >= self.out_until)
+        is_over = self.out_until is not None and self.now >= self.out_until
+        is_doubted = self.out_until is None and self.doubts >= LIMIT
+        assert self.ejection.is_due == (is_over or is_doubted)
 
 
 TestEjectionLife = EjectionLife.TestCase
