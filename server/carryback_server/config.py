@@ -470,7 +470,11 @@ def load(settings: type[SettingsT], file: Path | None = None, **flags: object) -
         loaded: SettingsT = from_file(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(each, settings, file) for each in error.errors())) from error
-    except (SettingsError, yaml.YAMLError, ValueError) as error:
+    except RecursionError as error:
+        raise ConfigError(f"{file or 'settings'}: nested too deeply") from error
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except (SettingsError, yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file or 'settings'}: {error}") from error
     return loaded
 

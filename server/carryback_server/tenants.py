@@ -423,6 +423,8 @@ def _parse(file: Path) -> list[_Entry]:
         content = yaml.safe_load(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         at = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
