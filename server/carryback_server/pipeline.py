@@ -702,6 +702,8 @@ class Pipeline:
         """
         params, holder, entry = prefilled.params, trip.holder, trip.entry
         tokens = prefilled.reuse.prompt_tokens or self._estimate.tokens(trip.body.size)
+        # Usage says what the header says, whichever engine ends up with the request and with or without the transfer.
+        bill = {"carryback_cached": prefilled.reuse.tokens + prefilled.reuse.cached}
         tried: list[Engine] = []
         while True:
             if decoding is None:
@@ -710,7 +712,7 @@ class Pipeline:
                     engine = tried[-1]
                 if engine is None:
                     raise ApiError(503, "no decode engine is up", code="no_engine")
-                decoding = self._admit(trip, engine, params, tokens)
+                decoding = self._admit(trip, engine, {**params, **bill}, tokens)
             engine, key = decoding.engine, decoding.key
             tried.append(engine)
             entry.decode_engine = engine.name
@@ -721,7 +723,7 @@ class Pipeline:
             is_unseen = decoding.is_waiting and decoding.has_begun
             if decoding.is_waiting and not is_unseen:
                 decoding.visit.update(tokens)
-                decoding.go(params)
+                decoding.go({**params, **bill})
             if params and not is_unseen:
                 prefilled.is_over = False
             try:

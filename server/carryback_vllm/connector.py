@@ -17,6 +17,8 @@ What it adds to `NixlPullConnector`, on both engines alike:
   read, in place of the engine's `kv_recompute_threshold`.
 - `kv_transfer_params["carryback_await"]`: seconds for which the request waits, before it is scheduled, for a
   router to say how it goes on (`carryback.wire.events.Go`); then it goes on by itself.
+- `kv_transfer_params["carryback_cached"]`: how many of the prompt's tokens usage says were cached, whatever this
+  engine's own prefix cache does.
 - `kv_transfer_params["carryback_tell"]`: true: a prefill engine says in an event that it is done, before its
   answer has left.
 - `kv_transfer_params["carryback_release"]`: a list of engine request ids whose blocks are let go of now.
@@ -162,10 +164,13 @@ class _Pin:
     blocks: list[int]
 
 
-class _RemoteStats(PrefillStats):
-    """Of a prompt whose KV comes from a prefill engine: what that engine did not have to compute counts as cached.
+class _Billed(PrefillStats):
+    """What a router has told the client already, in `X-Carryback-Reuse`: usage says the same.
 
-    Stock code says so only of requests that come with such a number, and waiting ones hear it later.
+    That is what the prefill engine did not have to compute. What this engine has in its own prefix cache, or was
+    sent, is no part of it, and neither is what it writes there: else the parts would not add up to the prompt in
+    Anthropic's usage. Stock code reports a prefill engine's number only for requests that come with it, and waiting
+    ones hear it later.
     """
 
     def __init__(self, cached_tokens: int) -> None:
@@ -174,8 +179,8 @@ class _RemoteStats(PrefillStats):
 
     def finalize(self, num_cached_tokens: int) -> None:
         super().finalize(num_cached_tokens)
-        if self.num_external_cached_tokens:
-            self.num_cached_tokens = self._cached_tokens
+        self.num_cached_tokens = self._cached_tokens
+        self.num_cache_creation_tokens = 0
 
 
 class CarrybackScheduler(NixlPullConnectorScheduler):
@@ -303,9 +308,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
                 time.perf_counter(),
                 request.priority,
             )
-        cached = params.get("remote_prefill_cached_tokens")
-        if params.get("do_remote_prefill") and isinstance(cached, int):
-            request.prefill_stats = _RemoteStats(cached)
+        if isinstance(cached := params.get("carryback_cached"), int):
+            request.prefill_stats = _Billed(max(min(cached, request.num_prompt_tokens - 1), 0))
 
     def _compute(self, request: Request) -> None:
         """After a fault of ours: the request reads nothing, waits for nobody, and is computed."""

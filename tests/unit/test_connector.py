@@ -584,6 +584,33 @@ def test_what_a_request_may_come_with(start: Callable[..., Engine], params: dict
     assert engine.released().reason == "read"
 
 
+@pytest.mark.parametrize(("said", "billed"), [(0, 0), (64, 64), (10**6, 4 * BLOCK), (-5, 0)])
+@pytest.mark.parametrize("waits", [False, True])
+def test_usage_says_what_the_router_said(
+    start: Callable[..., Engine], port: int, said: int, billed: int, waits: bool
+) -> None:
+    engine = start()
+    engine.run(prompt(4))  # its own prefix cache has most of the prompt now, and does not count
+    bill = {"carryback_cached": said}
+    request = engine.add(prompt(4), 1, carryback_key="key", **({"carryback_await": 600} if waits else bill))
+    taken = []
+    take = request.take_prefill_stats
+
+    def note() -> Any:
+        taken.append(take())
+        return taken[-1]
+
+    request.take_prefill_stats = note  # type: ignore[method-assign]
+    with zmq.Context() as context, context.socket(zmq.XSUB) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.connect(f"tcp://127.0.0.1:{port}")
+        if waits:
+            router.send(events.encode_go(events.Go("key", json.dumps(bill).encode())))
+        engine.next(events.Held, step=True)
+    assert request.is_finished()
+    assert [(stats.num_cached_tokens, stats.num_cache_creation_tokens) for stats in taken] == [(billed, 0)]
+
+
 def test_who_waits_is_told_where_kv_is_and_nothing_else(start: Callable[..., Engine], port: int) -> None:
     engine = start()
     mine = engine.hold(prompt(4, seed=2))

@@ -147,7 +147,7 @@ class Go(msgspec.Struct, tag="go", frozen=True):
 
 
 class TransferParams(TypedDict, total=False):
-    """All that a `Go` or a record may say: where KV is that can be read, and the seal.
+    """All that a `Go` or a record may say: where KV is that can be read, the seal, and what usage says was cached.
 
     What a request may do besides (wait, hold, let go of others' KV) comes with the request alone.
     """
@@ -168,6 +168,7 @@ class TransferParams(TypedDict, total=False):
     pp_size: int
     transfer_mode: str
     carryback: dict[str, Scalar | dict[str, Scalar]]
+    carryback_cached: int
 
 
 # The first byte of a `Go`; subscriptions have 0 and 1.
