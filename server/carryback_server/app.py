@@ -176,7 +176,7 @@ class Router:
             keepalive_timeout=self.config.keepalive_timeout_s,
             lingering_time=LINGER_S,
             # Whose body it is, comes first (`carryback_server.reading`).
-            auto_decompress=True,
+            auto_decompress=False,
         )
         self._runners.append(runner)
         await runner.setup()

@@ -6,15 +6,21 @@ order of keys reach the engines unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from typing import Any
+from collections.abc import Iterable, Mapping, Set
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from carryback_server.errors import ApiError
 
+if TYPE_CHECKING:
+    from carryback_server.body_worker import Field
+
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
+
+# Of a field of a large body that is looked at on the event loop, in bytes: some milliseconds' work at worst.
+_LONGEST = 2**18
 
 
 class Body:
@@ -25,6 +31,7 @@ class Body:
 
     Attributes:
         size: in bytes.
+        is_light: all of it can be looked at on the event loop; else its long values must not be (`reading`).
 
     Raises:
         ApiError: 400, it is not a JSON object.
@@ -38,6 +45,20 @@ class Body:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
         self.size = len(data)
+        self.is_light = True
+
+    @classmethod
+    def of(cls, data: bytes, fields: Iterable[Field]) -> Body:
+        """A large body whose fields another process has found."""
+        body = cls.__new__(cls)
+        view = memoryview(data)
+        body._fields = {
+            each.name: msgspec.Raw(view[each.start : each.end] if each.value is None else each.value)
+            for each in fields
+        }
+        body.size = len(data)
+        body.is_light = False
+        return body
 
     def names(self) -> list[str]:
         """Its fields."""
@@ -57,12 +78,14 @@ class Body:
         """The value of a field, or of a field within it (`a.b`); None if absent or null.
 
         Raises:
-            ApiError: 400, the value is not valid JSON.
+            ApiError: 400, the value is not valid JSON, or too long.
         """
         name, *rest = path.split(".")
         raw = self._fields.get(name)
         if raw is None:
             return None
+        if not self.is_light and len(raw) > _LONGEST:
+            raise ApiError(400, f"{name} is too long", code="invalid_field", param=name)
         try:
             value = msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

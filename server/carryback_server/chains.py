@@ -105,12 +105,15 @@ class Chains:
                 400, "previous_response_id must be a string", code="invalid_id", param="previous_response_id"
             )
         stored, answer, is_newest = await self._get(tenant, previous)
-        said = [*stored.input, *answer.output, *_items(body.raw("input") or b"[]")]
-        body.put("input", said)
+        # Together as they are, since there may be much of it.
+        before, added = _encode([*stored.input, *answer.output]), _listed(body.raw("input") or b"[]")
+        rest = added[1:].lstrip()
+        said = added if before == b"[]" else before if rest == b"]" else before[:-1] + b"," + rest
+        body.put("input", msgspec.Raw(said))
         conversation, parent = stored.conversation, None
         if not is_newest:
             conversation, parent = f"c-{uuid.uuid4().hex}", stored.conversation
-        return Chain(tenant, conversation, parent, keep, _encode(said))
+        return Chain(tenant, conversation, parent, keep, said)
 
     async def remember(self, chain: Chain, conversation: str, data: bytes, streamed: bool) -> NotKept:
         """Remember an answer, before its last bytes are sent: the client may continue it at once.
@@ -126,6 +129,8 @@ class Chains:
         if not chain.keep or not conversation:
             return "not_asked"
         response = final_response(data, streamed)
+        if len(chain.input) + len(response) > self._max_bytes:
+            return "too_large"
         try:
             answer = msgspec.json.decode(response, type=_Answer)
             blob = _encode(_Stored(conversation, _items(chain.input), msgspec.Raw(response)))
@@ -205,6 +210,19 @@ def busy() -> ApiError:
 def _newest(conversation: str) -> str:
     """Where the id of a conversation's newest response is; no id of a response."""
     return f"\0{conversation}"
+
+
+def _listed(data: bytes) -> bytes:
+    """A request's `input`, valid JSON, as a list of items, JSON.
+
+    Raises:
+        ApiError: 400, it is neither a string nor a list.
+    """
+    if data.startswith(b'"'):
+        return b'[{"role":"user","content":' + data + b"}]"
+    if not data.startswith(b"["):
+        raise ApiError(400, "input must be a string or a list of items", code="invalid_input", param="input")
+    return data
 
 
 def _items(data: bytes) -> list[msgspec.Raw]:

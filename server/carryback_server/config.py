@@ -200,6 +200,15 @@ class RouterConfig(SharedConfig):
     "Between two resolutions of the engines' names that have `dns`."
 
     max_body_bytes: int = Field(64 * 1024 * 1024, gt=0)
+    "Of a request, decoded."
+    max_body_bytes_in_all: int = Field(512 * 1024 * 1024, gt=0)
+    "Of all requests that wait for their first token; where there are tenants, one may have half of it."
+    max_body_values: int = Field(1_000_000, gt=0)
+    "Of a body; each comma counts, those in texts too."
+    max_messages: int = Field(20_000, gt=0)
+    "Of a request, or input items."
+    body_work_timeout_s: float = Field(20.0, gt=0)
+    "For a large body to be looked at, in a process of its own."
     max_header_bytes: int = Field(16 * 1024, gt=0)
     "Of one header, and of the request line."
     max_head_bytes: int = Field(64 * 1024, gt=0)

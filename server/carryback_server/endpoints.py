@@ -28,6 +28,8 @@ _T = TypeVar("_T")
 # Of a stream, what is looked at for how it ended: the newest pieces that came, and bytes of them at most.
 TAIL_PIECES = 8
 TAIL_BYTES = 16 * 1024
+# Of a last event with the whole answer in it; one that is longer is passed on, and not looked at.
+LAST_BYTES = 16 * 1024 * 1024
 # An event ends with an empty line. Lines end with LF, CR LF or CR.
 _BLANK = re.compile(rb"\n\r?\n|\r\r")
 
@@ -212,14 +214,15 @@ class Watch:
         self._pieces: deque[bytes] = deque(maxlen=TAIL_PIECES)
         self._is_whole = True  # the newest ends with an event
         # The last event from its name on, once it has begun, and where in it its end may be.
-        self._last = b""
+        self._last = bytearray()
+        self._most = LAST_BYTES if keeps_last else TAIL_BYTES
         self._look_from = 0
 
     @property
     def tail(self) -> bytes:
         """The newest bytes; from the answer's end on, if the endpoint `keeps_last`, its last event."""
         if self._keeps_last and self._last:
-            return self._last
+            return bytes(self._last)
         return b"".join(self._pieces)[-TAIL_BYTES:]
 
     def ends(self, piece: bytes) -> bool:
@@ -229,7 +232,11 @@ class Watch:
         """
         if self._last:
             self._last += piece
-            return self._has_last_end()
+            is_over = self._has_last_end()
+            if len(self._last) > self._most:
+                del self._last[:-3]
+                self._look_from = 0
+            return is_over
         if not self._is_whole:
             before = self._pieces.pop()
             if len(before) > TAIL_BYTES:
@@ -246,7 +253,7 @@ class Watch:
         piece = b"\n" + piece
         if (match := self._last_line.search(piece)) is None:
             return False
-        self._last = piece[match.start() :]
+        self._last += piece[match.start() :]
         self._look_from = match.end() - match.start()
         return self._has_last_end()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from carryback import wire
-from carryback.identity import Identifier, turn_of
+from carryback.identity import History, Identifier, digest, turn_of
 
 from carryback_server.body import Body
 from carryback_server.chains import Chain
@@ -37,6 +38,42 @@ class Who:
     named_by: str = ""
 
 
+class Looked(msgspec.Struct):
+    """What there is to know of a request's messages without the messages.
+
+    Attributes:
+        alone: see `Endpoint.alone`, of a body that was looked at elsewhere.
+        turn, step: of its last message; none without messages.
+        history: for the identifier; None without messages.
+    """
+
+    alone: str = ""
+    turn: str = ""
+    step: int = 0
+    history: History | None = None
+
+
+def look(endpoint: Endpoint, body: Body, *, scope: str, with_history: bool = True) -> Looked:
+    """Look at a request's messages: work that grows with their size, and needs nothing else.
+
+    Args:
+        scope: the tenant.
+        with_history: its conversation has to be recognised.
+
+    Raises:
+        ApiError: 400, the body is malformed.
+    """
+    if (said := endpoint.messages(body)) is None:
+        return Looked()
+    messages, tools = said
+    history = None
+    if with_history:
+        group = body.get("prompt_cache_key")
+        history = digest(messages, tools, scope=scope, group=group if isinstance(group, str) else "")
+    turn, step = turn_of(messages)
+    return Looked(turn=turn, step=step, history=history)
+
+
 def identify(
     headers: Mapping[str, str],
     body: Body,
@@ -46,6 +83,7 @@ def identify(
     tenant: str,
     chain: Chain | None = None,
     hints: Sequence[str] = wire.CONVERSATION_HEADERS,
+    looked: Looked | None = None,
 ) -> Who:
     """Read a request's hints, else its chain of responses, else infer from its messages. Takes
     `conversation_id` out of the body.
@@ -56,6 +94,7 @@ def identify(
         chain: what its `previous_response_id` stands for.
         hints: headers of others that may name a conversation, the first one that does wins. What they and fields of
             others say is ignored if it is no id.
+        looked: what its messages say, if they have been looked at.
 
     Raises:
         ApiError: 400, an id in a header or field of carryback's own is not one; names it.
@@ -75,18 +114,13 @@ def identify(
     if conversation and turn and step:
         # All is said, and the messages, the bulk of the body, need not be parsed.
         return Who(conversation, parent, turn, step, ends=ends, named_by=named_by)
-    if (said := endpoint.messages(body)) is None:
-        return Who(conversation, parent, turn, step, ends=ends, named_by=named_by)
-    messages, tools = said
-    if conversation:
-        inferred_turn, inferred_step = turn_of(messages)
+    if looked is None:
+        looked = look(endpoint, body, scope=tenant, with_history=not conversation)
+    if conversation or looked.history is None:
         return Who(
-            conversation, parent, turn or inferred_turn, step or inferred_step, ends=ends, named_by=named_by
+            conversation, parent, turn or looked.turn, step or looked.step, ends=ends, named_by=named_by
         )
-    group = body.get("prompt_cache_key")
-    identity = identifier.identify(
-        messages, tools, scope=tenant, group=group if isinstance(group, str) else ""
-    )
+    identity = identifier.recognise(looked.history)
     return Who(
         identity.conversation,
         parent or identity.parent,

@@ -36,6 +36,7 @@ from carryback_server.live import Live, Step
 from carryback_server.metrics import Metrics
 from carryback_server.placement import TokenEstimate, decode_engine, less_loaded
 from carryback_server.pool import Pool
+from carryback_server.reading import Bodies, Room, is_light
 from carryback_server.relay import Answer, Relay, begin
 from carryback_server.state import Conversation, Record, StateDown, make_state
 from carryback_server.tenants import Tenant, Tenants
@@ -68,6 +69,8 @@ class Trip:
         entry: what the log, the metrics and the trace will say of it.
         step: what operators see of it.
         headers: what the answer says about it.
+        room: what its body takes of the memory for bodies.
+        body: until it is answered.
         started: when it came, on the monotonic clock.
         chain: of a request for a response, what its `previous_response_id` stands for.
         use: whether it may reuse anything, and leave anything to reuse.
@@ -87,6 +90,7 @@ class Trip:
     headers: dict[str, str] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     tenant: Tenant = field(init=False)
+    room: Room = field(init=False)
     body: Body = field(init=False)
     chain: Chain | None = None
     who: Who = field(init=False)
@@ -154,6 +158,7 @@ class Pipeline:
         self._told: dict[str, asyncio.Future[bytes]] = {}
         self.live = Live(self.costs.saved_s)
         self.tenants = tenants
+        self._bodies = Bodies(config, metrics.body_workers_lost.inc)
         self._trust = Trust(config.pass_fields, lambda name: metrics.fields_dropped.labels(name).inc())
         self._tracer = make_tracer(config, metrics)
         self._access_log = AccessLog(config.log_format, metrics.log_lines_dropped)
@@ -191,6 +196,7 @@ class Pipeline:
         await self.holding.stop()
         await self.pool.stop()
         await self.state.stop()
+        await self._bodies.stop()
         await self._tracer.stop()
         self._access_log.stop()
 
@@ -244,7 +250,7 @@ class Pipeline:
         """
         trip.tenant = tenant = self.tenants.of(trip.request.headers)
         trip.entry.tenant = tenant.name
-        async with tenant.admit():
+        async with tenant.admit(), self._bodies.room(tenant) as trip.room:
             with trip.trace.step("identify"):
                 await self._identify(trip)
             self.live.begin(trip.step)
@@ -266,7 +272,7 @@ class Pipeline:
                 trip.headers[wire.CARRYBACK_REUSE] = trip.conversation.reuse = prefilled.reuse.header()
                 trip.step.holder = trip.holder.name if trip.holder is not None else ""
                 self.live.changed(trip.step)
-                if self._explanations.is_on and trip.conversation.id:
+                if self._explanations.is_on and trip.conversation.id and trip.body.is_light:
                     self._keep(trip, record, prefilled.reuse)
                 return await self._decode(trip, prefilled, decoding)
             except Refused as refused:
@@ -304,11 +310,11 @@ class Pipeline:
             ApiError: it is malformed or not allowed, or no engine is up.
         """
         tenant = self.tenants.of(request.headers)
-        async with tenant.admit():
-            data = await self._read(request)
-            body = Body(data)
+        async with tenant.admit(), self._bodies.room(tenant) as room:
+            read = await self._bodies.read(request, room)
+            body, looked = await self._bodies.parse(read, request.path, tenant)
             tenant.check_model(body.get("model"))
-            if not tenant.is_alone:
+            if not tenant.is_alone and looked is None:
                 check_media(body)
             self._trust.apply(body, None if tenant.is_alone else tenant.own)
             reply, content = await self._ask_any(request.path, body.encode({}))
@@ -367,17 +373,22 @@ class Pipeline:
 
     async def _identify(self, trip: Trip) -> None:
         headers, endpoint, tenant, entry = trip.request.headers, trip.endpoint, trip.tenant, trip.entry
-        trip.body = body = Body(await self._read(trip.request))
+        path = trip.request.path
+        read = await self._bodies.read(trip.request, trip.room)
+        trip.body, looked = await self._bodies.parse(read, path, tenant)
+        body = trip.body
         entry.bytes_in = body.size
         model = body.get("model")
         tenant.check_model(model)
         entry.model = model if isinstance(model, str) else ""
         if (salt := tenant.salt(body.get("cache_salt"))) is not None:
             body.put("cache_salt", salt)
-        if not tenant.is_alone:
+        if not tenant.is_alone and looked is None:
             check_media(body)
         if isinstance(endpoint, Responses):
             trip.chain = await self._chains.resolve(tenant.name, body)
+            if trip.chain.conversation and not (looked is None and is_light(trip.chain.input)):
+                looked = await self._bodies.look(body, path, tenant)
         trip.who = who = identify(
             headers,
             body,
@@ -386,12 +397,13 @@ class Pipeline:
             tenant=tenant.name,
             chain=trip.chain,
             hints=self._config.conversation_headers,
+            looked=looked,
         )
         self._trust.apply(body, None if tenant.is_alone else tenant.own)
         entry.conversation, entry.turn, entry.step = who.conversation, who.turn, who.step
         trip.headers.update(_headers(trip.request, who))
         trip.use = _reuse_switch(headers)
-        trip.alone = endpoint.alone(body)
+        trip.alone = endpoint.alone(body) if looked is None else looked.alone
         if not who.conversation:
             # It has none: one that nothing is kept of.
             trip.conversation = Conversation.new(tenant.name, "", None)
@@ -400,24 +412,6 @@ class Pipeline:
         trip.conversation.turn, trip.conversation.step = who.turn, who.step
         if trip.use and not trip.alone and not who.ends:
             trip.hold_s = self._config.hold_first_s if who.is_guess else self._config.hold_s
-
-    async def _read(self, request: web.Request) -> bytes:
-        try:
-            if request.content.is_eof():  # all there: no need for a timer
-                return await request.read()
-            async with asyncio.timeout(self._config.body_timeout_s):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge as error:
-            message = (
-                f"the body is larger than {self._config.max_body_bytes} bytes, the router's max_body_bytes"
-            )
-            raise ApiError(413, message, code="body_too_large") from error
-        except web.RequestPayloadError as error:
-            message = "the body cannot be read: its Content-Encoding or its chunks are wrong"
-            raise ApiError(400, message, code="invalid_body") from error
-        except TimeoutError as error:
-            message = f"the body did not come within {self._config.body_timeout_s:g} s (body_timeout_s)"
-            raise ApiError(408, message, code="body_timeout") from error
 
     async def _open(self, tenant: Tenant, who: Who) -> Conversation:
         try:
@@ -743,6 +737,9 @@ class Pipeline:
                         entry.ttft_s = time.monotonic() - trip.started
                         self._metrics.observe_first_byte(entry)
                         self.live.changed(trip.step)
+                        # It is not sent again: a long answer does not keep it in memory.
+                        del trip.body
+                        trip.room.free()
                     return await self._relay(trip, key, answer, decoding.visit)
             except EngineDown as error:
                 logger.warning("decode: %s", error)

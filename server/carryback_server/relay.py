@@ -15,6 +15,8 @@ from carryback_server.upstream import BadAnswer, BrokeOff, IdleTimeout, Reply, U
 # Of a stream that the client is slow to take; then the engine's is not read on.
 MAX_UNSENT_BYTES = 2**18
 _UNSENT_POLL_S = 0.01
+# A stream that says nothing in so many bytes is passed on as an answer.
+MAX_GREETING_BYTES = 2**18
 # For the last bytes of the framing, after an answer's end; else its connection is not kept.
 _FRAMING_S = 1.0
 
@@ -59,7 +61,11 @@ async def begin(reply: Reply, endpoint: Endpoint) -> Answer:
         if not reply.content_type.startswith("text/event-stream"):
             return Answer(reply.status, reply.content_type, await reply.read(), False, reply)
         first = await reply.read_some()
-        while endpoint.is_preliminary(first) and (more := await reply.read_some()):
+        while (
+            len(first) < MAX_GREETING_BYTES
+            and endpoint.is_preliminary(first)
+            and (more := await reply.read_some())
+        ):
             first += more
     except BaseException:
         reply.close()

@@ -10,6 +10,7 @@ from carryback_server.body import Body
 from carryback_server.endpoints import (
     ENDPOINTS,
     FORWARDED,
+    LAST_BYTES,
     REFUSED,
     TAIL_BYTES,
     Boundary,
@@ -583,3 +584,22 @@ def test_what_was_said(endpoint: Endpoint, fields: dict[str, Any], expected: obj
     assert endpoint.messages(of(**fields)) == (None if expected is None else (expected, None))
     if expected is not None:
         assert endpoint.messages(of(**fields, tools=TOOLS)) == (expected, TOOLS)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_watch_keeps_no_stream_that_never_ends_its_line(path: str) -> None:
+    """Whatever an engine sends: one line of any length, or an event of any number of lines."""
+    begins = {
+        "/v1/chat/completions": b"data: [DONE]", "/v1/completions": b"data: [DONE]",
+        "/v1/responses": b"event: response.completed\ndata: ", "/v1/messages": b"event: message_stop\ndata: ",
+    }  # fmt: skip
+    for start in (b"data: ", b"data: a\n", b"\n\n" + begins[path]):
+        watch = ENDPOINTS[path].watch()
+        assert not watch.ends(start)
+        for piece in (b"a" * 2**20, b"data: a\n" * 2**17):
+            for _ in range(40):
+                assert not watch.ends(piece)
+        assert len(watch._last) <= LAST_BYTES + 2**20
+        assert sum(map(len, watch._pieces)) <= 9 * 2**20
+        assert len(watch.tail) <= LAST_BYTES + 2**20
+    assert watch.ends(b"\n\n")
