@@ -9,9 +9,9 @@ import weakref
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-import httpx
 import openai
 from openai._models import FinalRequestOptions
+from openai._types import Response  # type: ignore[attr-defined]  # of httpx or httpx2, as this openai has it
 
 from carryback import wire
 from carryback._fork import Lock
@@ -77,7 +77,7 @@ def takes_ids(client: openai.OpenAI) -> bool:
         with server.lock:
             if server.is_due:
                 try:
-                    response = client.request(httpx.Response, _question())
+                    response = client.request(Response, _question())
                     server.answered(response.status_code, response.headers)
                 except openai.APIStatusError as error:
                     server.answered(error.status_code, error.response.headers)
@@ -95,7 +95,7 @@ async def atakes_ids(client: openai.AsyncOpenAI) -> bool:
         async with server.turn:
             if server.is_due:
                 try:
-                    response = await client.request(httpx.Response, _question())
+                    response = await client.request(Response, _question())
                     server.answered(response.status_code, response.headers)
                 except openai.APIStatusError as error:
                     server.answered(error.status_code, error.response.headers)

@@ -36,6 +36,7 @@ ELSEWHERE = {
     "carryback": {"carryback.wire.events": "server", "carryback.wire.curve": "server"},
     "carryback_server": {
         "carryback_server.redis_state": "redis",
+        "carryback_server.letters": "redis",
         "carryback_server.otel": "otel",
         **{
             f"carryback_server.bench.{name}": "bench"

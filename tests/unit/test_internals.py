@@ -40,6 +40,8 @@ PRIVATE = {
     ("connections.py", "_make_server"): "aiohttp",
     ("_client.py", "openai._models"): "openai",
     ("_client.py", "_process_response"): "openai",
+    ("_servers.py", "openai._models"): "openai",
+    ("_servers.py", "openai._types"): "openai",
     ("_chat_model.py", "_get_request_payload"): "langchain-openai",
     ("_chat_model.py", "_generate"): "langchain-openai",
     ("_chat_model.py", "_agenerate"): "langchain-openai",
@@ -121,6 +123,11 @@ def test_openai_final_request_options() -> None:
     assert options.headers == {"X": "y"}, "openai._models.FinalRequestOptions: a copy shares its headers"
     for name in ("method", "url", "json_data", "extra_json", "headers"):
         assert hasattr(options, name), f"openai._models.FinalRequestOptions has no {name}"
+
+
+def test_openai_has_one_class_of_answers() -> None:
+    answer = import_module("openai._types").Response(200, headers={"X": "y"})
+    assert (answer.status_code, answer.headers["x"]) == (200, "y"), "openai._types.Response"
 
 
 @pytest.mark.parametrize("client", [openai.OpenAI, openai.AsyncOpenAI])
