@@ -34,8 +34,13 @@ def seen(sent: Mapping[str, str], reuse: carryback.LastReuse | None) -> Seen:
 
 
 def hook(requests: list[Seen]) -> Callable[[Any], None]:
-    """Notes each request of an httpx client."""
-    return lambda response: requests.append(seen(response.request.headers, carryback.reuse(response)))
+    """Notes each request of an httpx client, but for the question whose server it is."""
+
+    def note(response: Any) -> None:
+        if response.request.method != "HEAD":
+            requests.append(seen(response.request.headers, carryback.reuse(response)))
+
+    return note
 
 
 def async_hook(requests: list[Seen]) -> Callable[[Any], Any]:

@@ -121,7 +121,7 @@ def test_programs_run(programs: Programs, server: FakeServer, snippet: Snippet) 
     deleted = [request.path for request in server.requests if request.method == "DELETE"]
     if re.search(r"\bc\.a?end\(\)", snippet.text):
         assert set(deleted) == {f"/v1/conversations/{request.conversation}" for request in asked}
-    if re.search(r"print\(.*reuse\(", snippet.text):
+    if re.search(r"print\(.*reuse\b", snippet.text):
         assert "1024" in done["output"]
     if snippet.page in FRAMEWORKS and re.search(r"tools=|@agent\.tool", snippet.text):
         assert any(results(request.body) for request in asked), "no tool was called"

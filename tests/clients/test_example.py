@@ -90,6 +90,8 @@ def test_loop_appends_what_it_got_and_names_one_conversation() -> None:
     requests: list[httpx.Request] = []
 
     def record(request: httpx.Request) -> httpx.Response:
+        if request.method == "HEAD":
+            return httpx.Response(200, headers={"X-Carryback-Router": "1"})
         requests.append(request)
         return answer(request)
 
