@@ -27,6 +27,7 @@ from carryback_server.connections import (
     raise_open_files,
 )  # fmt: skip
 from carryback_server.endpoints import ENDPOINTS, FORWARDED, REFUSED, error_response, refused
+from carryback_server.engines import Engine
 from carryback_server.errors import ApiError, HideMalformed
 from carryback_server.metrics import CONTENT_TYPE, Metrics
 from carryback_server.pipeline import Pipeline
@@ -124,6 +125,7 @@ class Router:
         admin.router.add_get("/dashboard", self._dashboard, **expect)
         admin.router.add_post(f"/admin/engines/{_NAME}/drain", self._drain, **expect)
         admin.router.add_post(f"/admin/engines/{_NAME}/undrain", self._undrain, **expect)
+        admin.router.add_post(f"/admin/engines/{_NAME}/forget", self._forget, **expect)
         admin.router.add_post("/admin/reload", self._reload, **expect)
         admin.router.add_get("/admin/conversations", self._list_all, **expect)
         admin.router.add_delete(f"/admin/conversations/{_TENANT}/{_ID}", self._delete_any, **expect)
@@ -439,7 +441,25 @@ class Router:
     async def _undrain(self, request: web.Request) -> web.Response:
         return self._set_drained(request, False)
 
-    def _set_drained(self, request: web.Request, is_drained: bool) -> web.Response:
+    async def _forget(self, request: web.Request) -> web.Response:
+        """Void all that an engine has made: its weights were changed, and it cannot know.
+
+        Raises:
+            ApiError: 404; 502, the engine was not told.
+        """
+        engines = self._named(request)
+        told = await asyncio.gather(*(self.pipeline.holding.forget(each) for each in engines))
+        name = request.match_info["name"]
+        if not all(is_told for _, is_told in told):
+            raise ApiError(
+                502,
+                f"engine {name!r} was not told: it may still hold, and be read, what other routers know of",
+                code="engine_failed",
+                param="name",
+            )
+        return _json({"name": name, "object": "engine.forgotten", "records": sum(count for count, _ in told)})
+
+    def _named(self, request: web.Request) -> list[Engine]:
         name, role = request.match_info["name"], request.query.get("role")
         engines = [
             each for each in self.pipeline.pool.engines if each.name == name and role in (None, each.role)
@@ -447,6 +467,11 @@ class Router:
         if not engines:
             whose = f"{role} engine" if role is not None else "engine"
             raise ApiError(404, f"no {whose} {name!r}", code="engine_not_found", param="name")
+        return engines
+
+    def _set_drained(self, request: web.Request, is_drained: bool) -> web.Response:
+        engines = self._named(request)
+        name = request.match_info["name"]
         roles = {each.role for each in engines}
         if len(roles) > 1:
             raise ApiError(

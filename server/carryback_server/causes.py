@@ -107,8 +107,8 @@ REASONS = {
         "over (X-Conversation-End).",
     ),
     "released": Reason(
-        "The decode engine let go of it: it needed the room, or was asked to.",
-        "See the decode engine's KV usage; lower pin_budget or give it more KV cache.",
+        "The decode engine let go of it: it was asked to, or was reset or paused, or its weights were changed.",
+        "See the decode engine's log, which says why it let go.",
     ),
     "deleted": Reason("The conversation was deleted while the request ran."),
     "event_missing": Reason(
@@ -136,7 +136,8 @@ REASONS = {
     "prompt_embeds": Reason("Its prompt was embeddings, which have no tokens to compare."),
     "load_failed": Reason(
         "The prefill engine could not read it from the decode engine, and computed it instead.",
-        "See the prefill engine's log for NIXL's error, and the network between the engines.",
+        "See the prefill engine's log: for NIXL's error, and then the network between the engines; or it says that "
+        "what was read is void, since an engine was reset meanwhile.",
     ),
     "plugin_failed": Reason(
         "The plug-in of the prefill engine failed, which is a fault of carryback; the engine computed instead.",

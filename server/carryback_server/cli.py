@@ -1,4 +1,4 @@
-"""The command line: `carryback serve`, `engine`, `router`, `bench`, `simulate`, `doctor`, `explain`, `key new`, `model fetch`, `version`."""
+"""The command line: `carryback serve`, `engine`, `router`, `bench`, `simulate`, `doctor`, `explain`, `forget`, `key new`, `model fetch`, `version`."""
 
 from __future__ import annotations
 
@@ -316,6 +316,22 @@ def explain(
     else:
         for line in told.lines(found):
             out.print(line)
+
+
+@app.command()
+def forget(
+    engines: Annotated[
+        list[str] | None, typer.Argument(help="Names of engines, as GET /admin/engines has them.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All engines that the router has.")] = False,
+    url: Annotated[str, typer.Option(help="The router's admin port.")] = "http://127.0.0.1:8001",
+) -> None:
+    """Void all KV that engines have made: their weights were changed where they could not know."""
+    with _explained():
+        if bool(engines) == everything:
+            raise ConfigError("name engines, or give --all")
+        for name, records in asyncio.run(_forget(url.rstrip("/"), engines)):
+            out.print(f"{name}: told; {records} records of this router are void")
 
 
 @key_app.command("new")
@@ -636,6 +652,34 @@ async def _get(url: str) -> dict[str, Any]:
             raise ConfigError(problem["message"])
         raise ConfigError(f"{url} is not the admin port of a router that explains; give it with --url")
     return found
+
+
+async def _forget(url: str, names: list[str] | None) -> list[tuple[str, int]]:
+    """Have engines, or all, forget; of each its name, and how many of the router's records that voids.
+
+    Raises:
+        ConfigError: no answer, or an engine was not told; the others are.
+    """
+    done, problems = [], []
+    try:
+        async with aiohttp.ClientSession(raise_for_status=False) as session:
+            if names is None:
+                async with session.get(f"{url}/admin/engines") as response:
+                    names = list({each["name"]: None for each in (await response.json())["data"]})
+            for name in names:
+                async with session.post(f"{url}/admin/engines/{quote(name, safe='')}/forget") as response:
+                    answer = await response.json()
+                if response.status == 200:
+                    done.append((name, int(answer["records"])))
+                else:
+                    problems.append(str(answer["error"]["message"]))
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"no answer from {url} ({error}); give the router's admin port with --url, by default one above its port"
+        ) from error
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return done
 
 
 def _is_installed(distribution: str) -> bool:

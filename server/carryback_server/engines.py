@@ -15,7 +15,7 @@ import msgspec
 from carryback.wire import events
 from carryback.wire.outside import Malformed, decode
 from pydantic import SecretStr
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from carryback_server.alike import Need
 from carryback_server.config import RouterConfig
@@ -41,7 +41,7 @@ class _Models(msgspec.Struct):
 _models = msgspec.json.Decoder(_Models)
 
 Role = Literal["prefill", "decode"]
-State = Literal["up", "down", "ejected", "draining"]
+State = Literal["up", "down", "ejected", "draining", "paused"]
 Why = Literal["timeout", "failure"]
 
 
@@ -216,6 +216,7 @@ class Engine:
         pinned: KV blocks that it holds for absent readers, for all routers, as it says.
         capacity: KV blocks that it has; 0 until it said so.
         takes_go: requests can be sent to it to wait for a `Go`.
+        is_paused: it is well, and computes nothing until somebody has it go on; requests wait there meanwhile.
         about: what it says that it is (`carryback.wire.events.about_of`); empty until it said so.
         clock_offset_s: by how much its wall clock is ahead of this machine's, as its last event came; None
             until it said so.
@@ -248,6 +249,7 @@ class Engine:
         self._gauges = metrics.engine(site.role, site.name)
         self._may_eject = may_eject
         self.takes_go = False
+        self.is_paused = False
         self.about: dict[str, Any] = {}
         self._about = b""
         self.clock_offset_s: float | None = None
@@ -282,7 +284,9 @@ class Engine:
             return "draining"
         if not self.is_up:
             return "down"
-        return "ejected" if self.ejection.is_out else "up"
+        if self.ejection.is_out:
+            return "ejected"
+        return "paused" if self.is_paused else "up"
 
     @property
     def is_done(self) -> bool:
@@ -336,12 +340,16 @@ class Engine:
         return Visit(self, tokens, blame)
 
     def failed(self, why: Why) -> None:
-        """A request failed by this engine's fault."""
+        """A request failed by this engine's fault; what takes too long in a pause does not."""
+        if self.is_paused:
+            return
         if self.ejection.failed(lambda: self._may_eject(self)):
             self._ejected(why)
 
     def doubt(self, why: Why) -> None:
         """A request failed here, which may have been its own fault. After several in a row the next probe tries it."""
+        if self.is_paused:
+            return
         self.ejection.doubted()
         self._why_doubted = why
 
@@ -406,23 +414,33 @@ class Engine:
         told."""
         return await self._tell({**record, "carryback_withdraw": True})
 
+    async def forget(self) -> bool:
+        """Make the engine void all that it has made, and let go of it; whether it was told."""
+        return await self._tell({"carryback_forget": True})
+
     async def _tell(self, params: dict[str, Any]) -> bool:
         """Have the engine's plug-in act on `kv_transfer_params`; see `carryback_vllm.connector`."""
         try:
             async for attempt in AsyncRetrying(
                 stop=stop_after_attempt(3),
                 wait=wait_exponential(0.2),
-                retry=retry_if_exception_type(OSError),
+                retry=retry_if_exception(lambda error: isinstance(error, OSError) and not self._waits(error)),
                 reraise=True,
             ):
                 with attempt:
                     await self._complete(params)
         except OSError as error:
+            if self._waits(error):
+                return True
             logger.warning("%s engine %s: cannot let go of KV (%s)", self.role, self.name, _said(error))
             self._metrics.releases.labels(self.role, "failed").inc()
             return False
         self._metrics.releases.labels(self.role, "done").inc()
         return True
+
+    def _waits(self, error: BaseException) -> bool:
+        """Whether a pause is why no answer came: the plug-in has read the request, and acted on it."""
+        return self.is_paused and isinstance(error, TimeoutError)
 
     async def _complete(self, params: dict[str, Any]) -> None:
         """A completion of one token, of which nothing is held.
@@ -496,6 +514,7 @@ class Engine:
             self.run = event.engine
             self.pinned = self._faults = 0
             self.takes_go = False
+            self.is_paused = False
             self.clock_offset_s = None
             self.ejection.reset()
         elif now - self._last_event >= HELLO_LOST_S:
@@ -510,6 +529,7 @@ class Engine:
         if isinstance(event, events.Hello):
             self.capacity = event.capacity
             self.takes_go = event.takes_go
+            self.is_paused = event.is_paused
             self._know(event)
         return is_new
 

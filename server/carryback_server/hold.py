@@ -311,6 +311,18 @@ class Holding:
         self._metrics.records_lost.labels(reason).inc()
         return True
 
+    async def forget(self, engine: Engine) -> tuple[int, bool]:
+        """Void all that an engine holds, since its weights are others now.
+
+        Returns:
+            How many of this router's records are given up, and whether the engine was told. Once it is, nothing that
+            was made before is read, by any router's request.
+        """
+        pins = self.pins.void(engine)
+        for pin in pins:
+            self._give_up(pin, "released")
+        return len(pins), await engine.forget()
+
     def lost(self, engine: Engine, run: str | None) -> None:
         """An engine is gone or was started anew (as `run`), and with it what it held."""
         for pin in self.pins.void(engine):

@@ -92,9 +92,10 @@ class Pool:
                 for each in up
                 if not each.mismatches or any(other.name not in each.mismatches for other in others)
             ]
-        # Rather one that computes alone, or that fails requests, than none.
-        sound = [each for each in alike or up if not each.ejection.is_out]
-        return sound or [each for each in up if not each.ejection.is_out] or up
+        # Rather one that computes alone, that is paused, or that fails requests, than none.
+        working = [each for each in up if not each.ejection.is_out]
+        sound = [each for each in working if not each.is_paused]
+        return [each for each in sound if each in (alike or up)] or sound or working or up
 
     def find(self, name: str, role: Role = "decode") -> Engine | None:
         """The engine of this name."""

@@ -22,11 +22,15 @@ What it adds to `NixlPullConnector`, on both engines alike:
 - `kv_transfer_params["carryback_tell"]`: true: a prefill engine says in an event that it is done, before its
   answer has left.
 - `kv_transfer_params["carryback_release"]`: a list of engine request ids whose blocks are let go of now.
+- `kv_transfer_params["carryback_forget"]`: true: all that the engine has made until now is void, for whoever
+  changed its weights where the engine could not know.
 - `kv_transfer_params["carryback_withdraw"]`: true, beside a record: whatever request came or comes with
   this record does not read it, and the engine that holds the blocks is told so.
 - A prefill engine's answer says what was reused, in `kv_transfer_params["carryback_reuse"]`, and how long
   that took, in `kv_transfer_params["carryback_work"]`.
 - A prefill engine's blocks are not read after its lease ended.
+- A reset of the prefix cache, a pause, sleep, an adapter that is loaded again, and whatever else may change the
+  weights void what was made before, held or being read (`carryback_vllm.forget`).
 - Prompts that have little to compute go before those that have much (`carryback_vllm.line`).
 """
 
@@ -63,20 +67,24 @@ from vllm.v1.request import RequestStatus
 from carryback_vllm.about import about_engine
 from carryback_vllm.cpu import calm_new_threads
 from carryback_vllm.events import KEY_VARIABLE, Publisher
+from carryback_vllm.forget import ADAPTERS, Answers, Asker, Epoch, Sealed, watch
 from carryback_vllm.guard import Guard
 from carryback_vllm.line import PATIENCE_S, Line
 from carryback_vllm.seal import VERSION, Sealer, sealed_as
 from carryback_vllm.version import check_version
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
         NixlConnectorMetadata,
         RemoteMeta,
         ReqMeta,
     )
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -123,10 +131,16 @@ class CarrybackConnector(NixlPullConnector):
         # Past NixlPullConnector's own constructor, which would build the two parts that we replace.
         super(NixlPullConnector, self).__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
+            watch()
             self.connector_scheduler = CarrybackScheduler(vllm_config, self.engine_id, kv_cache_config)
         else:
             with calm_new_threads():
                 self.connector_worker = CarrybackWorker(vllm_config, self.engine_id, kv_cache_config)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if isinstance(self.connector_scheduler, CarrybackScheduler):
+            self.connector_scheduler.cache = kv_cache_manager
 
 
 @dataclass
@@ -210,6 +224,12 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         # How many pins hold a block. Requests with a common prefix may share blocks, which count once.
         self._pinned: Counter[int] = Counter()
         self._asked: set[str] = set()
+        # What was made in an earlier one is void. Pins that were let go of with it, of which the worker will say so.
+        self._epoch = Epoch()
+        self.cache: KVCacheManager | None = None
+        self._dropped: set[str] = set()
+        self._is_prefill = vllm_config.kv_transfer_config.kv_role == "kv_producer"
+        self._is_paused = False
         # Requests that wait to be told how to go on, and until when.
         self._waiting: dict[str, float] = {}
         self._threshold: int = self.kv_recompute_threshold
@@ -276,6 +296,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             with suppress(Malformed):
                 params.update({**transfer_params(record), **params})
         self._release(params.pop("carryback_release", ()))
+        if params.pop("carryback_forget", False) is True:
+            self.forget("a router asks for it", weights_changed=True)
         wait_s = params.pop("carryback_await", None)
         if isinstance(wait_s, int | float) and self._publisher is not None:
             self._waiting[request.request_id] = time.perf_counter() + wait_s
@@ -357,6 +379,46 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             if isinstance(request_id, str) and request_id in self._pins:
                 self._asked.add(request_id)
                 self._reqs_need_send[request_id] = time.perf_counter()
+
+    # -- what is void
+
+    def forget(self, why: str, scheduler: Scheduler | None = None, *, weights_changed: bool = False) -> None:
+        """Void all that was made until now, and let go of what is held.
+
+        Args:
+            why: for the log.
+            scheduler: vLLM's, to have the blocks free at once; else they are when the worker has said so.
+            weights_changed: nothing is to be found in this engine's own prefix cache either.
+        """
+        self._epoch.change()  # before any block can be overwritten
+        if weights_changed and self.cache is not None:
+            self.cache.evict_blocks(set(range(self.kv_cache_config.num_blocks)))
+        if self._pins:
+            logger.info("carryback: %s: letting go of %d requests' KV", why, len(self._pins))
+        for request_id in list(self._pins):
+            self._asked.add(request_id)
+            self._reqs_need_send[request_id] = (
+                time.perf_counter()
+            )  # a deadline that has passed, for the worker
+            if scheduler is not None and (request := scheduler.requests.get(request_id)) is not None:
+                self._dropped.add(request_id)
+                self._unpin(request_id)
+                scheduler._free_blocks(request)
+
+    def pause(self, is_paused: bool, scheduler: Scheduler) -> None:
+        """The engine is paused, or goes on.
+
+        vLLM's pause waits until no request is left, those whose KV is held among them. What a prefill engine has is
+        about to be read by requests that run, and its lease is short.
+        """
+        self._is_paused = is_paused
+        if self._publisher is not None:
+            self._publisher.is_paused = is_paused
+        if is_paused and not self._is_prefill:
+            self.forget("the engine is paused", scheduler)
+
+    def _nixl_handshake_listener(self, encoded_data: dict[Any, Any], *args: Any) -> None:
+        super()._nixl_handshake_listener(Answers(encoded_data, self._epoch), *args)
 
     # -- what may it read?
 
@@ -502,7 +564,10 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         start = tokens // self._hash_block_size * self._hash_block_size
         return self._sealer.tail(
             (request.prompt_token_ids or [])[start:tokens],
-            [feature.identifier for feature in request.mm_features],
+            [
+                *(feature.identifier for feature in request.mm_features),
+                *([ADAPTERS.print_of(request.lora_request)] if request.lora_request is not None else []),
+            ],
         )
 
     def _declined(self, params: dict[str, Any], reason: str) -> None:
@@ -520,6 +585,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         # Stock code tracks requests that come with a transfer; we may hold any request's blocks, and
         # the worker never lets go of blocks that it does not track.
         self._reqs_in_batch.add(request.request_id)
+        if not request.num_computed_tokens:  # all of its KV is from now on, or was found as good
+            params["_carryback_epoch"] = self._epoch.name
         with self._guarded():
             self._given_blocks(request, num_external_tokens, is_first=first)
 
@@ -538,14 +605,28 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             match.began, match.scheduled = now, self._scheduled
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> NixlConnectorMetadata:
+        sealed: dict[str, Sealed] = {}
         with self._guarded():
             self._scheduled += scheduler_output.total_num_scheduled_tokens
             self._line.look_again()
-        return super().build_connector_meta(scheduler_output)
+            # (Of what is not in it, the worker believes nothing.)
+            sealed = {
+                request_id: _sealed_of(request) for request_id, (request, *_) in self._reqs_need_recv.items()
+            }
+        meta = super().build_connector_meta(scheduler_output)
+        meta.carryback_sealed = sealed
+        meta.carryback_epoch_s = time.perf_counter() - self._epoch.began if self._epoch.began else None
+        return meta
 
     # -- progress reported by the workers
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        with self._guarded():
+            if self._dropped and connector_output.finished_sending:
+                # The scheduler has no such requests any more, and would fail.
+                gone = connector_output.finished_sending & self._dropped
+                connector_output.finished_sending -= gone
+                self._dropped -= gone
         super().update_connector_output(connector_output)
         failed, received = connector_output.failed_recving or (), connector_output.finished_recving or ()
         with self._guarded():
@@ -648,6 +729,9 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         useful = is_prefill or (
             not self._cannot_cut and full_blocks > 0 and self._cut(block_ids, full_blocks) is not None
         )
+        # Of one epoch from beginning to end. Nothing may be held during a pause, which waits for it.
+        useful = useful and params.get("_carryback_epoch") == self._epoch.name
+        useful = useful and (is_prefill or not self._is_paused)
         digests = b""
         if hold and hold_s > 0 and useful and (is_prefill or self._has_room(blocks)):
             digests = self._pin(request, record, block_ids, full_blocks, hold_s, is_prefill)
@@ -745,6 +829,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             digests=digests,
             tail=self._tail(request, record["remote_num_tokens"]) if is_prefill else "",
             block_size=self._hash_block_size,
+            epoch=self._epoch.name,
+            made=time.perf_counter(),
         )
         return digests
 
@@ -776,7 +862,8 @@ class CarrybackWorker(NixlPullConnectorWorker):
     extends that lease with heartbeats, so we count those that can have arrived in time. The engines must
     have the same `kv_lease_duration`.
 
-    And it connects again to an engine from which a read failed.
+    And it connects again to an engine from which a read failed; and asks the holder, after each read, whether what
+    was read was good all the time (`carryback_vllm.forget`).
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
@@ -785,6 +872,48 @@ class CarrybackWorker(NixlPullConnectorWorker):
         self._guarded = Guard()
         self._is_prefill = vllm_config.kv_transfer_config.kv_role == "kv_producer"
         self._beats: dict[str, list[float]] = {}
+        self._asker = Asker()
+        # What each request's record says; and of those that have read, the answers to come.
+        self._sealed: dict[str, Sealed] = {}
+        self._to_confirm: dict[str, Future[float | None]] = {}
+        self._voided = -math.inf
+
+    def shutdown(self) -> None:
+        self._asker.close()
+        super().shutdown()
+
+    def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
+        self._sealed.update(metadata.carryback_sealed)
+        if metadata.carryback_epoch_s is not None:
+            self._voided = time.perf_counter() - metadata.carryback_epoch_s
+        super().start_load_kv(metadata)
+        with self._guarded():
+            for request_id in self._sealed.keys() - self._recving_metadata.keys():
+                del self._sealed[request_id]
+
+    def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
+        done, failed = super()._pop_done_transfers(transfers)
+        if transfers is self._recving_transfers:
+            with self._guarded(lambda: failed.update(done)):
+                self._confirm(done, failed)
+        return done, failed
+
+    def _confirm(self, done: set[str], failed: set[str]) -> None:
+        """Leave in `done` only those that have read what is known to be good; add to `failed` what is known not to be."""
+        for request_id in done - failed - self._recv_failures:
+            remote = self._recving_metadata[request_id].remote
+            sealed = self._sealed.pop(request_id, Sealed("", 0))
+            self._to_confirm[request_id] = self._asker.ask(remote.host, remote.port, sealed)
+            done.remove(request_id)
+        for request_id in [each for each, answer in self._to_confirm.items() if answer.done()]:
+            answer = self._to_confirm.pop(request_id)
+            made = None if answer.exception() is not None else answer.result()
+            # What another engine made before this one's own reset is of other weights, perhaps.
+            if made is not None and made > self._voided:
+                done.add(request_id)
+            else:
+                logger.warning("carryback: what request %s has read is void, and is not used", request_id)
+                failed.add(request_id)
 
     def _send_heartbeats(self, metadata: NixlConnectorMetadata) -> None:
         super()._send_heartbeats(metadata)
@@ -892,6 +1021,12 @@ def _forget_remote(params: dict[str, Any], reason: str = "unverified") -> None:
         params["_carryback_refused"] = reason
     for name in [each for each in params if each.startswith("remote_") or each == "carryback"]:
         del params[name]
+
+
+def _sealed_of(request: Request) -> Sealed:
+    """What the record says that a request is about to read; the seal was verified."""
+    seal = (request.kv_transfer_params or {}).get("carryback") or {}
+    return Sealed(str(seal.get("epoch")), float(seal.get("made", 0)))
 
 
 def _may_have_stopped(request: Request) -> bool:

@@ -76,6 +76,7 @@ class Publisher:
 
     Attributes:
         pinned: KV blocks held for absent readers now. The owner sets it before it announces a change.
+        is_paused: the engine computes nothing until it is told to go on. The owner sets it.
 
     Raises:
         RuntimeError: the address cannot be bound; names the setting.
@@ -93,6 +94,7 @@ class Publisher:
     ) -> None:
         self.engine = engine
         self.pinned = 0
+        self.is_paused = False
         self._about = encode_about(about)
         self._capacity = capacity
         self._guarded = guarded or Guard()
@@ -212,6 +214,7 @@ class Publisher:
             hello = Hello(
                 self.engine, self._sent, self.pinned, self._capacity,
                 takes_go=True, about=self._about, time_ns=time.time_ns(), faults=self._guarded.failures,
+                is_paused=self.is_paused,
             )  # fmt: skip
             self._socket.send_multipart(encode(hello))
             return

@@ -7,6 +7,8 @@ that holds the blocks and checked by the engine that is about to read them:
   all tokens before it, and also covers images, LoRA adapters and cache salts. The reader computes the
   same from its own prompt; the first digest that differs is where the prompt left the held history.
 - `tail`: the same for the tokens after the last full block, which have no block hash.
+- `epoch`: what the holder was in when it made the record, and `made`: when, on its own clock, in seconds
+  (`carryback_vllm.forget`). Who has read asks the holder whether it is still in that epoch.
 - `others`: what the reader acts on and only some versions of vLLM have; left out if there is nothing.
 - `mac`: a keyed digest over everything the reader acts on (block ids, engine, address, expiry, and
   the digests), so that a record can be neither forged nor pieced together from two.
@@ -29,7 +31,7 @@ KEY_VARIABLE = "CARRYBACK_KEY"
 INSECURE_VARIABLE = "CARRYBACK_INSECURE_DEV"
 DIGEST_BYTES = 16
 # Of what a seal says, and how. Engines of another one compute rather than read.
-VERSION = 1
+VERSION = 2
 
 # What the reader acts on, and so what the mac covers besides the seal's own fields.
 SEALED_FIELDS = (
@@ -103,11 +105,22 @@ class Sealer:
             digest.update(b"\0" + identifier.encode())
         return digest.hexdigest()
 
-    def seal(self, record: dict[str, Any], *, digests: bytes, tail: str, block_size: int) -> None:
+    def seal(
+        self,
+        record: dict[str, Any],
+        *,
+        digests: bytes,
+        tail: str,
+        block_size: int,
+        epoch: str = "",
+        made: float = 0.0,
+    ) -> None:
         """Add the seal to a record, under `carryback`."""
         seal = {
             "v": VERSION,
             "block_size": block_size,
+            "epoch": epoch,
+            "made": made,
             "digests": base64.b64encode(digests).decode(),
             "tail": tail,
         }

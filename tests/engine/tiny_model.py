@@ -133,6 +133,36 @@ def no_whitespace() -> dict[str, float]:
     }  # space, \\t, \\n, \\r
 
 
+def make_tiny_adapter(folder: Path, model: Path, *, seed: int) -> Path:
+    """Write a LoRA adapter of rank 8 for a model of kind `qwen3` to `folder` and return it.
+
+    Args:
+        model: where the model is.
+        seed: of the random weights, which are large, too.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    sizes = {"q_proj": config["num_attention_heads"], "v_proj": config["num_key_value_heads"]}
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, heads in sizes.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            out = heads * config["head_dim"]
+            weights[f"{at}.lora_A.weight"] = torch.randn(8, config["hidden_size"], generator=generator) * 0.3
+            weights[f"{at}.lora_B.weight"] = torch.randn(out, 8, generator=generator) * 0.3
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    adapter = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "bias": "none",
+        "target_modules": list(sizes), "base_model_name_or_path": str(model),
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    return folder
+
+
 def make_tiny_model(folder: Path, template: Path, *, seed: int = 0, kind: str = "qwen3") -> Path:
     """Write the model to `folder` and return it.
 

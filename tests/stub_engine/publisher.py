@@ -55,6 +55,7 @@ class Publisher:
         self.seq = 0
         self.dropped = 0
         self.deaf = False
+        self.is_paused = False
         self._told: dict[str, asyncio.Future[bytes]] = {}
         self._pinned = pinned
         self._capacity = capacity
@@ -122,6 +123,9 @@ class Publisher:
         while True:
             # However many events there are: a router hears only those for it, and this.
             now = time.time_ns() + int(self._clock_offset_s * 1e9)
-            hello = Hello(self.engine, self.seq, self._pinned(), self._capacity, True, self._about, now)
+            hello = Hello(
+                self.engine, self.seq, self._pinned(), self._capacity, True, self._about, now,
+                is_paused=self.is_paused,
+            )  # fmt: skip
             self.send(hello)
             await asyncio.sleep(HELLO_INTERVAL_S)

@@ -254,6 +254,9 @@ class Rank:
         asked = params.pop("carryback_release", None)
         for request in asked if isinstance(asked, list) else ():
             self.let_go(str(request), "asked")
+        if params.pop("carryback_forget", False):
+            for request in list(self._pins):
+                self.let_go(request, "asked")
         if not self._sealer.is_authentic(params):
             if params.get("do_remote_prefill") and params.get("remote_block_ids"):
                 self._declined(params, "unverified")

@@ -35,4 +35,4 @@ class Received:
     @property
     def only_tells(self) -> bool:
         """It is no client's: the router tells the plug-in to let go."""
-        return "carryback_release" in self.params or "carryback_withdraw" in self.params
+        return any(f"carryback_{what}" in self.params for what in ("release", "withdraw", "forget"))

@@ -6,9 +6,10 @@ import base64
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +22,16 @@ pytest.importorskip("vllm", reason="the connector runs inside vLLM")
 import torch
 from carryback_vllm import connector
 from carryback_vllm.connector import address_of_rank
+from carryback_vllm.forget import Adapters, Asker, Sealed
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -106,13 +111,33 @@ class Engine:
 
     def add(self, prompt: list[int], tokens: int, stop: list[str] | None = None, **params: Any) -> Request:
         """A request of so many tokens."""
-        sampling = SamplingParams(
-            max_tokens=tokens, stop=stop, detokenize=True, extra_args={"kv_transfer_params": params}
-        )
-        sampling.update_from_generation_config({}, eos_token_id=0)
-        request = Request(f"request-{next(self._ids)}", prompt, sampling, None, block_hasher=self._hasher)
+        request = self.request(prompt, tokens, stop, params)
         self.scheduler.add_request(request)
         return request
+
+    def request(
+        self,
+        prompt: list[int],
+        tokens: int,
+        stop: list[str] | None = None,
+        params: Mapping[str, Any] = {},
+        lora_request: LoRARequest | None = None,
+    ) -> Request:
+        """One that has not come yet."""
+        sampling = SamplingParams(
+            max_tokens=tokens, stop=stop, detokenize=True, extra_args={"kv_transfer_params": dict(params)}
+        )
+        sampling.update_from_generation_config({}, eos_token_id=0)
+        return Request(
+            f"request-{next(self._ids)}", prompt, sampling, None,
+            lora_request=lora_request, block_hasher=self._hasher,
+        )  # fmt: skip
+
+    def rpc(self, method: str) -> None:
+        """A method of the workers, as `/collective_rpc` calls it."""
+        executor = SimpleNamespace(collective_rpc=lambda *args, **kwargs: [])
+        core = SimpleNamespace(scheduler=self.scheduler, model_executor=executor)
+        EngineCore.collective_rpc(core, method)
 
     def run(self, prompt: list[int], **params: Any) -> str:
         """A request of one token; its id."""
@@ -187,6 +212,7 @@ def port() -> int:
 def start(model: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     """Makes an engine."""
     monkeypatch.setenv("CARRYBACK_KEY", "k")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port + 100))
     engines = []
 
     def make(
@@ -633,3 +659,204 @@ def test_who_waits_is_told_where_kv_is_and_nothing_else(start: Callable[..., Eng
     assert held.pinned == 10  # the other's is held as before
     assert engine.scheduler.connector.connector_scheduler._guarded.failures == 0
     assert "later" not in request.kv_transfer_params
+
+
+@pytest.mark.parametrize("how", ["reset", "pause", "rpc", "asked"])
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer"])
+def test_what_is_held_is_let_go_of_before(start: Callable[..., Engine], role: str, how: str) -> None:
+    engine = start(role)
+    is_prefill = role == "kv_producer"
+    epoch = engine.scheduler.connector.connector_scheduler._epoch
+    if is_prefill:
+        engine.run(prompt(4), do_remote_decode=True)
+    else:
+        engine.hold(prompt(4))
+    engine.step()
+    assert engine.used == 5
+    before = epoch.name
+    if how == "reset":
+        assert engine.scheduler.reset_prefix_cache()
+    elif how == "pause":
+        engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    elif how == "rpc":
+        engine.rpc("load_new_weights")
+    else:
+        engine.run([1], carryback_forget=True)
+    if how == "pause" and is_prefill:
+        # Requests that run are about to read it.
+        assert (engine.used, epoch.name) == (5, before)
+        return
+    assert epoch.name != before
+    if how != "asked":
+        assert (engine.used, engine.scheduler.has_requests()) == (0, False)
+    if not is_prefill:
+        assert (engine.released().reason, engine.used) == ("asked", 0)
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    # What the worker says of them later is nothing to the scheduler.
+    engine.run([1])
+    engine.step()
+    assert engine.used == 0
+    if how in ("rpc", "asked"):
+        # Nor is it found in the engine's own cache.
+        request = engine.add(prompt(4), 1)
+        engine.step()
+        assert request.prefill_stats is None or request.prefill_stats.num_local_cached_tokens == 0
+    if not is_prefill:
+        assert engine.hold(prompt(4)).blocks == 5
+
+
+def test_an_rpc_that_changes_no_weights_voids_nothing(start: Callable[..., Engine]) -> None:
+    engine = start()
+    engine.hold(prompt(4))
+    engine.rpc("compute_weight_checksums")
+    assert engine.used == 5
+
+
+@pytest.mark.parametrize("how", ["reset", "pause"])
+def test_a_request_that_ran_meanwhile_is_not_held(start: Callable[..., Engine], how: str) -> None:
+    engine = start()
+    request = engine.add(prompt(4), 8, carryback_key="meanwhile", hold_s=60)
+    engine.step()
+    if how == "reset":
+        assert not engine.scheduler.reset_prefix_cache()  # stock code's answer: it runs
+    else:
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    while not request.is_finished():
+        engine.step()
+    held = engine.next(events.Held)
+    assert (held.key, held.blocks, engine.used) == ("meanwhile", 0, 0)
+
+
+def test_a_request_that_is_computed_again_after_a_reset_is_held(start: Callable[..., Engine]) -> None:
+    engine = start()
+    request = engine.add(prompt(4), 8, carryback_key="again", hold_s=60)
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    while not request.is_finished():
+        engine.step()
+    assert engine.next(events.Held).blocks == 5
+
+
+def test_a_request_that_ends_in_a_pause_is_not_held(start: Callable[..., Engine]) -> None:
+    engine = start()
+    request = engine.add(prompt(4), 3, carryback_key="drained", hold_s=60)
+    engine.step()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)  # `/pause?mode=wait`
+    while not request.is_finished():
+        engine.step()
+    engine.step()
+    assert not engine.scheduler.has_requests()  # else the pause would go on waiting
+    hello = engine.next(events.Hello)
+    while not hello.is_paused:
+        hello = engine.next(events.Hello)
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+def test_who_has_read_is_told_whether_it_is_void(start: Callable[..., Engine]) -> None:
+    side = start().scheduler.connector.connector_scheduler
+    side.set_xfer_handshake_metadata({})
+    address = side.side_channel_host, side.side_channel_port
+    asker = Asker()
+    made = time.perf_counter()
+    sealed = Sealed(side._epoch.name, made)
+    try:
+        earliest = asker.ask(*address, sealed).result()
+        assert earliest is not None
+        assert earliest <= made
+        side.forget("test")
+        assert asker.ask(*address, sealed).result() is None
+    finally:
+        asker.close()
+
+
+class _Read:
+    """A worker that has read what one record says, as far as its last step goes."""
+
+    def __init__(self, sealed: Sealed, address: tuple[str, int], voided: float = -1.0) -> None:
+        remote = SimpleNamespace(host=address[0], port=address[1])
+        self._recving_transfers: dict[str, list[int]] = {"request": []}
+        self._recving_metadata = {"request": SimpleNamespace(remote=remote)}
+        self._recv_failures: set[str] = set()
+        self._sealed = {"request": sealed}
+        self._to_confirm: dict[str, Any] = {}
+        self._voided = voided
+        self._asker = Asker()
+
+    def outcome(self, stock: Any) -> str:
+        """`good` or `void`, once it is known."""
+        deadline = time.monotonic() + WITHIN_S
+        while time.monotonic() < deadline:
+            done, failed = stock(self)
+            connector.CarrybackWorker._confirm(self, done, failed)
+            if done or failed:
+                return "void" if failed else "good"
+            time.sleep(0.01)
+        pytest.fail("no answer")
+
+
+@pytest.mark.parametrize(
+    "what", ["good", "voided by its holder", "made before this engine's own reset", "its holder has ended"]
+)
+def test_what_was_read_counts_once_it_is_known_to_be_good(start: Callable[..., Engine], what: str) -> None:
+    side = start().scheduler.connector.connector_scheduler
+    side.set_xfer_handshake_metadata({})
+    sealed = Sealed(side._epoch.name, time.perf_counter())
+    if what == "voided by its holder":
+        side.forget("test")
+    read = _Read(
+        sealed,
+        (side.side_channel_host, side.side_channel_port + (what == "its holder has ended")),
+        voided=time.perf_counter() if what == "made before this engine's own reset" else -1.0,
+    )
+
+    def stock(worker: _Read) -> tuple[set[str], set[str]]:
+        return ({"request"} if worker._recving_transfers.pop("request", None) is not None else set()), set()
+
+    try:
+        assert read.outcome(stock) == ("good" if what == "good" else "void")
+    finally:
+        read._asker.close()
+
+
+def test_an_adapter_is_what_its_files_say(tmp_path: Path) -> None:
+    adapters = Adapters()
+
+    def adapter(number: int, folder: str, *, inplace: bool = False) -> Any:
+        return SimpleNamespace(
+            lora_int_id=number, lora_name="a", lora_path=str(tmp_path / folder), load_inplace=inplace
+        )
+
+    for folder, weights in (("one", "1"), ("copy", "1"), ("two", "2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "adapter_config.json").write_text("{}")
+        (tmp_path / folder / "adapter_model.safetensors").write_text(weights)
+    one, copy, two = (adapter(at, folder) for at, folder in enumerate(("one", "copy", "two")))
+    # Another engine's copy is the same adapter, whatever its path and number; another one's weights are not.
+    assert adapters.print_of(one) == adapters.print_of(copy) != adapters.print_of(two)
+    before = adapters.print_of(one)
+    (tmp_path / "one" / "adapter_model.safetensors").write_text("3")
+    assert adapters.print_of(one) == before  # what is loaded counts, not what lies there
+    assert not adapters.load(one)
+    assert adapters.print_of(one) == before  # vLLM keeps it as well
+    assert adapters.load(adapter(0, "one", inplace=True))
+    assert adapters.print_of(one) != before
+    adapters.spoil(0)
+    assert adapters.print_of(one) != Adapters().print_of(one)
+    # What cannot be read equals nothing.
+    nowhere = adapter(9, "nowhere")
+    assert adapters.print_of(nowhere) == adapters.print_of(nowhere) != Adapters().print_of(nowhere)
+
+
+def test_adapters_of_one_name_and_other_weights_have_other_blocks(
+    start: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = start()
+    hashes = []
+    for number, weights in enumerate(("1", "2", "1")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_text(weights)
+        adapter = LoRARequest(lora_name="a", lora_int_id=1000 + number, lora_path=str(folder))
+        hashes.append(engine.request(prompt(2), 1, lora_request=adapter).block_hashes)
+    assert hashes[0] == hashes[2] != hashes[1]

@@ -45,6 +45,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
         about: what the engine is, in msgpack; see `about_of`. It stays as it is while the engine runs.
         time_ns: the engine's wall clock, in nanoseconds since 1970; 0 from engines that do not say.
         faults: exceptions of the plug-in's own code since the engine's start; it went on without.
+        is_paused: it is well, and computes nothing until an operator has it go on (`/pause`, `/sleep`).
     """
 
     engine: str
@@ -55,6 +56,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     about: msgspec.Raw = _NOTHING
     time_ns: int = 0
     faults: int = 0
+    is_paused: bool = False
 
 
 class Held(msgspec.Struct, tag="held", frozen=True):

@@ -92,7 +92,7 @@ function drawReasons(reasons, chosen, onChoose) {
   for (const button of known.values()) button.parentElement.remove();
 }
 
-const STATE_MARKS = { up: "●", down: "×", ejected: "!", draining: "◌" };
+const STATE_MARKS = { up: "●", down: "×", ejected: "!", draining: "◌", paused: "‖" };
 
 function drawEngines(engines, pinBudget) {
   const table = $("engines");
