@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import math
 import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
@@ -38,6 +40,10 @@ from carryback_server.trust import never_passed
 
 # What `carryback serve` keeps to explain reuse, if nobody but this machine reaches it.
 EXPLAIN_BYTES = 64 * 1024 * 1024
+# Of what a decode engine holds: a prefill engine does not begin a read within 5 s of the deadline (vLLM's own margin).
+EXPIRY_MARGIN_S = 5.5
+# The same of what a prefill engine holds for a decode engine (`carryback_vllm.connector.LEASE_MARGIN_S`).
+LEASE_MARGIN_S = 1.0
 
 
 class EngineConfig(BaseModel):
@@ -352,6 +358,46 @@ class _Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
 
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        for problem in _impossible(given, self):
+            raise ValueError(problem)
+        return self
+
+
+# The greater one, which must not be the smaller: setting, setting, and why.
+_ORDERED = (
+    ("ejection_max_s", "ejection_s", "the longest ejection cannot be shorter than the first"),
+    ("restart_wait_max_s", "restart_wait_s", "the longest wait cannot be shorter than the first"),
+    ("responses_max_bytes", "max_response_bytes", "a response of that size could never be kept"),
+    ("hold_s", "hold_mid_turn_s", "a decode engine holds nothing for longer than hold_s"),
+    ("conversation_ttl_s", "hold_s", "Redis would forget a conversation sooner than its KV is let go of"),
+)
+
+
+def _impossible(given: Mapping[str, Any], settings: BaseSettings) -> Iterator[str]:
+    """What cannot work of the settings that were given: a sentence each."""
+    for name in ("hold_s", "hold_first_s"):
+        if 0 < given.get(name, 0) <= EXPIRY_MARGIN_S:
+            yield (
+                f"{name} is {given[name]:g}: what is held could never be read, since no read begins in the last "
+                f"{EXPIRY_MARGIN_S:g} s; want more than that, or 0 to hold nothing"
+            )
+    if given.get("prefill_lease_s", math.inf) <= LEASE_MARGIN_S:
+        yield (
+            f"prefill_lease_s is {given['prefill_lease_s']:g}: no prompt's KV could be read, since no read begins in the "
+            f"last {LEASE_MARGIN_S:g} s"
+        )
+    if given.get("pin_budget") == 0 and getattr(settings, "hold_s", 0) > 0:
+        yield "pin_budget is 0: all that is held would be let go of at once; to hold nothing, set hold_s to 0"
+    for greater, smaller, why in _ORDERED:
+        # 0 turns something off; Redis, and its times, may not be there.
+        if greater == "conversation_ttl_s" and getattr(settings, "state", "memory") == "memory":
+            continue
+        if greater in given and given.get(smaller, 0) > given[greater] > 0:
+            yield f"{smaller} ({given[smaller]:g}) is above {greater} ({given[greater]:g}): {why}"
+
 
 class RouterSettings(_Settings, RouterConfig):
     """`carryback router`: the router's settings, from all sources."""
@@ -490,6 +536,8 @@ def load(settings: type[SettingsT], file: Path | None = None, **flags: object) -
 
 def _explain(error: ErrorDetails, settings: type[BaseModel], file: Path | None) -> str:
     name = ".".join(str(part) for part in error["loc"])
+    if not name:
+        return error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, settings.model_fields, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -16,6 +16,7 @@ from carryback.wire import events
 from carryback.wire.outside import Fields, Malformed, decode
 
 from carryback_server import background
+from carryback_server.config import EXPIRY_MARGIN_S as EXPIRY_MARGIN_S
 from carryback_server.config import RouterConfig
 from carryback_server.endpoints import Boundary
 from carryback_server.engines import Engine
@@ -26,8 +27,6 @@ from carryback_server.tracing import Trace
 
 logger = logging.getLogger("carryback")
 
-# A prefill engine does not begin a read within 5 s of the deadline (vLLM's own margin).
-EXPIRY_MARGIN_S = 5.5
 # An event that has not come this long after its answer's end will not come.
 EVENT_LOST_S = 60.0
 # How long the end of an answer waits until other replicas can see its record.
