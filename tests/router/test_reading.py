@@ -76,7 +76,7 @@ async def test_a41_engines_get_a_plain_body(serve: Serve, path: str, label: str,
         )
 
 
-@pytest.mark.parametrize("label", ["br", "gzip, gzip", "gzip,deflate", "snappy", "x" * 300, "gzip;q=1"])
+@pytest.mark.parametrize("label", ["br", "gzip, gzip", "gzip, deflate", "snappy", "x" * 300, "gzip;q=1"])
 async def test_a41_what_is_not_known_is_a_415_that_names_it(serve: Serve, label: str) -> None:
     service = await serve()
     for path in ALL:
@@ -220,6 +220,35 @@ async def test_others_are_answered_before_a_body_that_takes_long(serve: Serve) -
     for attack in attacks:
         attack.cancel()
     await asyncio.gather(*attacks, return_exceptions=True)
+
+
+async def test_bodies_that_take_milliseconds_do_not_follow_on_each_other_at_once(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two of them, all others have their turn."""
+    service = await serve()
+    refuse(service)
+    turns = 0
+    parsed: list[int] = []
+    init = reading.Body.__init__
+
+    def noted(self: reading.Body, data: bytes) -> None:
+        parsed.append(turns)
+        init(self, data)
+
+    monkeypatch.setattr(reading.Body, "__init__", noted)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    running = asyncio.create_task(others())
+    body = b'{"messages":[' + b"{}," * 5000 + b"{}]}"
+    await asyncio.gather(*(service.post(CHAT, body) for _ in range(12)))
+    running.cancel()
+    assert len(set(parsed)) == 12
 
 
 async def test_large_bodies_of_one_tenant_wait_for_each_other_not_others(serve: Serve) -> None:
