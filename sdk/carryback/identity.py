@@ -109,6 +109,7 @@ class History:
     """A request's messages, digested: all that it takes to recognise its conversation.
 
     Attributes:
+        scope: whose it is.
         chain: of each beginning of the messages, the empty one first, a digest of 16 bytes.
         kinds: of each message one letter, what it is to a turn.
         recent: of the newest messages, system prompts left out, each's number (from 1) and digest.
@@ -117,6 +118,7 @@ class History:
         beginning: with a name, digest of how the prompt begins.
     """
 
+    scope: str
     chain: list[bytes]
     kinds: str
     recent: list[tuple[int, bytes]]
@@ -149,6 +151,7 @@ def digest(
         if kinds[at] != _SYSTEM
     ]
     return History(
+        scope,
         chain,
         kinds,
         recent,
@@ -166,8 +169,8 @@ def derived_id(*names: str) -> str:
 class Identifier:
     """Recognises conversations by their messages. Safe to share between threads and tasks.
 
-    Memory is bounded: the least recently used states are forgotten, and a conversation that comes
-    back after that starts anew.
+    Memory is bounded: the scope that has most forgets its least recently used states, and a conversation
+    of theirs that comes back starts anew.
 
     Args:
         capacity: states to remember; every request leaves one, of up to 1.5 KB. A router has a setting of its own.
@@ -178,7 +181,9 @@ class Identifier:
             raise ValueError("capacity must be at least 1")
         self.capacity = capacity
         self._lock = Lock()
-        self._states: OrderedDict[bytes, _State] = OrderedDict()
+        self._states: dict[bytes, _State] = {}
+        # Each scope's, in the order of use. A state is of one scope: its digest hangs on that.
+        self._used: dict[str, OrderedDict[bytes, None]] = {}
         self._tails: dict[bytes, bytes] = {}  # key of a state's newest messages -> its digest
         self._beginnings: OrderedDict[bytes, str] = OrderedDict()  # of what goes by a name -> its id
 
@@ -214,11 +219,18 @@ class Identifier:
             if not is_whole:
                 self._forget()
             return self._identify(
-                history.chain, history.kinds, history.recent, history.tools, history.name, history.beginning
+                history.scope,
+                history.chain,
+                history.kinds,
+                history.recent,
+                history.tools,
+                history.name,
+                history.beginning,
             )
 
     def _identify(
         self,
+        scope: str,
         chain: list[bytes],
         kinds: str,
         recent: list[tuple[int, bytes]],
@@ -231,7 +243,7 @@ class Identifier:
         turn = kinds.count(_USER)
         is_edited = False
 
-        length, state = self._longest(chain, kinds)
+        length, state = self._longest(scope, chain, kinds)
         if state is not None:
             turn = state.turn + kinds.count(_USER, length)
             parent = state.conversation
@@ -240,7 +252,7 @@ class Identifier:
                 conversation = self._continue(chain[length], state, key)
         # A state that is open to several stays undecided; only without one may looser signs speak.
         unknown = state is None or not state.open
-        if not conversation and unknown and (edited := self._edited(kinds, recent, tools)):
+        if not conversation and unknown and (edited := self._edited(scope, kinds, recent, tools)):
             length, digest, key = edited
             state = self._states[digest]
             conversation = self._continue(digest, state, key)
@@ -258,7 +270,7 @@ class Identifier:
                 conversation = f"c-{uuid.uuid4().hex}"
 
         if kinds.strip(_SYSTEM):
-            self._remember(chain[-1], kinds, recent, tools, conversation, turn)
+            self._remember(scope, chain[-1], kinds, recent, tools, conversation, turn)
         return Identity(
             conversation=conversation,
             parent=parent if is_new else None,
@@ -283,7 +295,7 @@ class Identifier:
             self._beginnings.popitem(last=False)
         return known
 
-    def _longest(self, chain: list[bytes], kinds: str) -> tuple[int, _State | None]:
+    def _longest(self, scope: str, chain: list[bytes], kinds: str) -> tuple[int, _State | None]:
         """The longest state that the request extends, and its number of messages."""
         # Behind a state comes the answer to it. Without one (it was cut off and dropped), only a
         # conversation that was under way is recognised: prompts that share their first messages
@@ -292,12 +304,12 @@ class Identifier:
         for length in range(len(chain) - 2, 0, -1):
             state = self._states.get(chain[length])
             if state is not None and (length <= last_answer or state.answered):
-                self._states.move_to_end(chain[length])
+                self._used[scope].move_to_end(chain[length])
                 return length, state
         return 0, None
 
     def _edited(
-        self, kinds: str, recent: list[tuple[int, bytes]], tools: bytes
+        self, scope: str, kinds: str, recent: list[tuple[int, bytes]], tools: bytes
     ) -> tuple[int, bytes, bytes] | None:
         """The state whose newest messages are in the request, the older ones edited or dropped."""
         last_answer = kinds.rfind(_ASSISTANT)
@@ -314,7 +326,7 @@ class Identifier:
             equal = sum(old == new for old, new in pairs)
             key = state.continued_by(tools)
             if key is not None and equal >= _TAIL_SHARE * len(pairs):
-                self._states.move_to_end(digest)
+                self._used[scope].move_to_end(digest)
                 return length, digest, key
         return None
 
@@ -326,6 +338,7 @@ class Identifier:
 
     def _remember(
         self,
+        scope: str,
         digest: bytes,
         kinds: str,
         recent: list[tuple[int, bytes]],
@@ -348,12 +361,19 @@ class Identifier:
             state.open[tools] = ""
         elif len(state.open) < _MAX_OPEN:
             state.open[tools] = conversation
-        self._states.move_to_end(digest)
+        used = self._used.setdefault(scope, OrderedDict())
+        used[digest] = None
+        used.move_to_end(digest)
         while len(self._states) > self.capacity:
-            self._forget_tail(*self._states.popitem(last=False))
+            # Among equals, another's: so that one who has nothing yet gets a place.
+            most = max(self._used, key=lambda each: (len(self._used[each]), each != scope))
+            oldest, _ = self._used[most].popitem(last=False)
+            if not self._used[most]:
+                del self._used[most]
+            self._forget_tail(oldest, self._states.pop(oldest))
 
     def _forget(self) -> None:
-        for memory in (self._states, self._tails, self._beginnings):
+        for memory in (self._states, self._used, self._tails, self._beginnings):
             memory.clear()
 
     def _forget_tail(self, digest: bytes, state: _State) -> None:

@@ -387,6 +387,26 @@ def test_the_least_recently_used_is_forgotten_first() -> None:
     assert identifier.identify(talk("bob", 2)).is_new
 
 
+def test_one_scope_does_not_push_out_anothers_history() -> None:
+    identifier = Identifier(capacity=100)
+    said = [{"role": "user", "content": "Hello"}]
+    first = identifier.identify(said, scope="quiet")
+    for number in range(520):
+        identifier.identify([{"role": "user", "content": f"one-off {number}"}], scope="busy")
+        assert len(identifier) <= 100
+    said += [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "And then?"}]
+    again = identifier.identify(said, scope="quiet")
+    assert (again.conversation, again.is_new) == (first.conversation, False)
+    # Each has a share: one that comes later takes its part from the one that has most.
+    for number in range(60):
+        identifier.identify([{"role": "user", "content": f"late {number}"}], scope="late")
+    for name, kept in (("late 59", True), ("late 20", True), ("late 0", False)):
+        said = [{"role": "user", "content": name}, {"role": "assistant", "content": "Yes"}, *said[-1:]]
+        assert identifier.identify(said, scope="late").is_new is not kept, name
+    said = [{"role": "user", "content": "one-off 519"}, {"role": "assistant", "content": "Yes"}, *said[-1:]]
+    assert not identifier.identify(said, scope="busy").is_new
+
+
 def test_capacity_must_be_positive() -> None:
     with pytest.raises(ValueError, match="capacity"):
         Identifier(0)
