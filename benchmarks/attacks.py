@@ -679,6 +679,8 @@ async def nested_event(scene: Scene) -> Outcome:
         if reply.status != 202:
             return Outcome(f"operators cannot add an engine: {reply}", False)
 
+        await _taken_in(scene)
+
         async def relay() -> None:
             while True:
                 await speaks.send_multipart(await hears.recv_multipart())
@@ -687,7 +689,6 @@ async def nested_event(scene: Scene) -> Outcome:
         try:
             if not await _heard(scene, 5):
                 return Outcome("never heard", False)
-            await scene.drain("evil")
             for each in junk * 3:
                 await speaks.send_multipart([b"hello", each])
             await asyncio.sleep(7)  # longer than an engine's last event counts
@@ -695,6 +696,14 @@ async def nested_event(scene: Scene) -> Outcome:
         finally:
             task.cancel()
     return Outcome("deaf after" if deaf else "heard on", not deaf)
+
+
+async def _taken_in(scene: Scene) -> None:
+    """The attacker's engine is known, and the router sends nothing to it."""
+    async with asyncio.timeout(10):
+        while "evil" not in await scene.states():  # noqa: ASYNC110  (another process)
+            await asyncio.sleep(0.01)
+    await scene.drain("evil")
 
 
 async def _heard(scene: Scene, within_s: float) -> bool:
@@ -747,7 +756,7 @@ async def told(scene: Scene) -> Outcome:
         key = b"%04d" % number + b"k" * (size - 4)
         message = b"\x83\xa4type\xa2go\xa3key\xdb" + size.to_bytes(4, "big") + key + b"\xa6params\xc4\x02{}"
         await speaks.send(b"\x02" + version + message)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
     await asyncio.sleep(2)
     goes_on = process.status() != psutil.STATUS_ZOMBIE and await _hears_one(hears)
     grown = (process.memory_info().rss - before) / MIB if goes_on else 0
