@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shlex
 import socket
 from collections.abc import Mapping
@@ -196,15 +197,19 @@ def test_ports_never_collide() -> None:
             pass
 
 
-def test_ports_in_use_are_passed_over() -> None:
-    with reserved_ports(load(ServeConfig, port=0)) as before:
-        port = before["decode"].http
+def test_ports_in_use_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as server:
-        server.bind(("127.0.0.1", port))
+        server.bind(("127.0.0.1", 0))
         server.listen()
+        port = server.getsockname()[1]
         assert not is_free("127.0.0.1", port)
-        with reserved_ports(load(ServeConfig, port=0)) as after:
-            assert after["decode"].http != port
+        draw = random.sample
+        monkeypatch.setattr(random, "sample", lambda among, k: [port, *draw(among, k)])
+        assert port not in free_ports(6)
+        with reserved_ports(load(ServeConfig, port=0)) as ports:
+            assert port not in {
+                each for one in ports.values() for each in (one.http, one.events, one.side_channel)
+            }
 
 
 @pytest.mark.parametrize(

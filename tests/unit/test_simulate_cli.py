@@ -58,7 +58,7 @@ def test_a_profile_of_ones_own_and_router_settings_from_a_file(tmp_path: Path) -
         "{kv_bytes_per_token: 1e5, prefill_blocks: 20000, decode_blocks: 20000, prefill_token_s: 1e-5, "
         "transfer_bytes_per_s: 1e10, decode_step_s: 0.01}"
     )
-    config.write_text("pin_budget: 0\n")
+    config.write_text("pin_budget: 0.001\n")
     assert "evicted" in run(*SMALL, "--profile", str(profile), "--config", str(config), "--no-baseline")
 
 
