@@ -173,6 +173,27 @@ async def large(scene: Scene) -> Outcome:
     return _answered(replies)
 
 
+@attack("within", is_fast=True, rss_mib=640)
+async def within(scene: Scene) -> Outcome:
+    """as much as a request may have: 60 MiB in 19,000 messages, 950,000 values, one text of 60 MiB; two at a time"""
+    said = b'{"role":"user","content":"%b"},'
+    messages = _chat_of(said % (b"word " * 640), 19_000)
+    tool = b'{"type":"function","function":{"name":"f","description":"d"}},'
+    tools = _CHAT_HEAD + said[:-1] % b"Hello" + b'],"tools":[' + tool * 150_000 + tool[:-1] + b"]}"
+    numbers = b"[" + b"11," * 950_000 + b"11]"
+    text = _CHAT_HEAD + said[:-1] % (b"word " * (12 * MIB)) + b"]}"
+    part = b'{"type":"text","text":"a"},' * 200_000
+    parts = _CHAT_HEAD + b'{"role":"user","content":[%b]}]}' % part[:-1]
+    bodies = [
+        (CHAT, messages), (CHAT, tools), (CHAT, text), (CHAT, parts), (RESPONSES, messages.replace(b"messages", b"input")),
+        (MESSAGES, messages), (COMPLETIONS, b'{"prompt":%b,"max_tokens":1}' % numbers), ("/tokenize", messages),
+    ]  # fmt: skip
+    replies = []
+    for path, body in bodies:
+        replies += await asyncio.gather(*(scene.ask("POST", path, body) for _ in range(2)))
+    return _answered(replies)
+
+
 @attack("bomb-no-key", is_fast=True)
 async def bomb_no_key(scene: Scene) -> Outcome:
     """five gzip bombs of 510 KB, 500 MiB each, without a key"""
@@ -182,7 +203,7 @@ async def bomb_no_key(scene: Scene) -> Outcome:
     return _answered(await asyncio.gather(*asked), 401)
 
 
-@attack("bomb", is_fast=True)
+@attack("bomb", is_fast=True, rss_mib=320)
 async def bomb(scene: Scene) -> Outcome:
     """ten gzip bombs of 204 KB, 200 MiB each, with a key"""
     body = _bomb(200)
@@ -191,7 +212,7 @@ async def bomb(scene: Scene) -> Outcome:
     return _answered(await asyncio.gather(*asked), 413, 415, 429)
 
 
-@attack("bomb-within", is_fast=True)
+@attack("bomb-within", is_fast=True, rss_mib=640)
 async def bomb_within(scene: Scene) -> Outcome:
     """twenty bodies of 60 KB that become 60 MiB, just within the limit, on all endpoints, those that refuse too"""
     body = _bomb(60)

@@ -1,6 +1,6 @@
 """A hostile run: each attack against a router with two tenants, Redis and stub engines, and what the other tenant sees.
 
-    .venv/bin/python benchmarks/hostile.py                             # all of them, ten minutes
+    .venv/bin/python benchmarks/hostile.py                             # all of them, fifteen minutes
     .venv/bin/python benchmarks/hostile.py --only bomb silent          # some
     .venv/bin/python benchmarks/hostile.py --root ../before            # against another checkout's router
 

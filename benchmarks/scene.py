@@ -204,11 +204,12 @@ async def scene(
         limits: of the attacking tenant.
     """
     with ExitStack() as stack:
-        redis = RedisServer("--bind", "127.0.0.1", *redis_options, port=free_port())
+        ports = _ports()
+        redis = RedisServer("--bind", "127.0.0.1", *redis_options, port=next(ports))
         stack.callback(redis.close)
         redis.start()
         engines = [
-            stack.enter_context(_engine(root, folder, name, role, is_fast=is_fast or name == "calm"))
+            stack.enter_context(_engine(root, folder, name, role, ports, is_fast=is_fast or name == "calm"))
             for name, role in (
                 ("calm", "decode"), ("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"), ("d1", "decode")
             )
@@ -218,7 +219,7 @@ async def scene(
             {"name": "attacker", "keys": [ATTACKER_KEY], **limits},
         ]
         (folder / "tenants.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
-        port, admin_port = free_port(), free_port()
+        port, admin_port = next(ports), next(ports)
         config = {
             "port": port, "admin_port": admin_port, "engines": engines, "engine_api_key": ENGINE_KEY,
             "tenants_file": str(folder / "tenants.yaml"), "state": f"redis://127.0.0.1:{redis.port}/0",
@@ -283,9 +284,20 @@ class Innocent:
         self._process.wait()
 
 
+def _ports() -> Iterator[int]:
+    """Free ports, each once: a process that was given one may not have it yet."""
+    given: set[int] = set()
+    while True:
+        if (port := free_port()) not in given:
+            given.add(port)
+            yield port
+
+
 @contextmanager
-def _engine(root: Path, folder: Path, name: str, role: str, *, is_fast: bool) -> Iterator[dict[str, str]]:
-    port, events = free_port(), free_port()
+def _engine(
+    root: Path, folder: Path, name: str, role: str, ports: Iterator[int], *, is_fast: bool
+) -> Iterator[dict[str, str]]:
+    port, events = next(ports), next(ports)
     command = [
         sys.executable, "-m", "stub_engine", "--role", role, "--port", str(port), "--events", str(events),
         "--chunk-interval-s", str(PACE_S if name == "calm" else 0), "--chunks", "100000000" if is_fast else "16",
