@@ -537,9 +537,12 @@ async def _many(
     return replies
 
 
-@attack("responses", redis=("--maxmemory", "64mb", "--maxmemory-policy", "volatile-ttl"))
+@attack(
+    "responses", settings={"responses_max_bytes": 24 * MIB},
+    redis=("--maxmemory", "64mb", "--maxmemory-policy", "volatile-ttl"),
+)  # fmt: skip
 async def responses(scene: Scene) -> Outcome:
-    """40 stored responses of 2 MB into a Redis that has 64 MiB: what is evicted is not the innocent tenant's"""
+    """40 stored responses of 2 MB, where 24 MiB are to be kept, into a Redis that has 64 MiB: nothing is evicted"""
     for number in range(40):
         script = [(0.0, event) for event in _events(f"resp_{number}", 2_000_000)]
         await scene.fault(path=RESPONSES, contains=f"FILL {number}.", hop="decode", script=script, times=None)

@@ -56,7 +56,7 @@ class Seen(msgspec.Struct):
 
     Attributes:
         seconds: of the attack.
-        gap_ms: the longest time without a chunk of the stream.
+        gap_ms, gap_at_s: the longest time without a chunk of the stream, and when it ended.
         hits: turns that reused all of their conversation's KV.
         possible: turns after a conversation's first.
         errors: requests that did not get a whole answer with status 200, by what they got.
@@ -68,6 +68,7 @@ class Seen(msgspec.Struct):
 
     seconds: float = 0.0
     gap_ms: float = 0.0
+    gap_at_s: float = 0.0
     hits: int = 0
     possible: int = 0
     errors: dict[str, int] = {}
@@ -136,8 +137,8 @@ class Innocent:
 
     def _chunk(self) -> None:
         now = time.perf_counter()
-        if self._looks:
-            self.seen.gap_ms = max(self.seen.gap_ms, 1000 * (now - self._last_chunk))
+        if self._looks and (gap_ms := 1000 * (now - self._last_chunk)) > self.seen.gap_ms:
+            self.seen.gap_ms, self.seen.gap_at_s = gap_ms, now - self._began
         self._last_chunk = now
 
     async def conversations(self, *, named: bool) -> None:
