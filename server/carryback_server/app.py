@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -83,6 +83,7 @@ class Router:
         self._page = dashboard.load()
         self._hosts = {each.lower() for each in (*config.allowed_hosts, config.host, config.admin_host)}
         self._applying: set[asyncio.Task[None]] = set()
+        self._reloading = asyncio.Lock()
         self._runners: list[web.AppRunner] = []
         self.connections: dict[str, Connections] = {}
         self.is_draining = False
@@ -163,6 +164,7 @@ class Router:
         )
         self.connections[name] = limited = Connections(
             limits,
+            owner=self._owner if name == "clients" else lambda headers: "",
             on_closed=lambda reason: self.metrics.connections_closed.labels(reason).inc(),
             on_malformed=lambda: self.metrics.requests.labels("unknown", "400").inc(),
         )
@@ -186,6 +188,12 @@ class Router:
         host, port = runner.addresses[0][:2]
         return f"http://{in_url(host)}:{port}"
 
+    def _owner(self, headers: Mapping[str, str]) -> str:
+        try:
+            return self.tenants.of(headers).name
+        except ApiError:
+            return ""
+
     async def stop(self) -> None:
         """Finish what is under way, release what is held, disconnect.
 
@@ -202,16 +210,19 @@ class Router:
 
     async def reload(self) -> bool:
         """Read the tenants' file and the configured engines again; whether all of it was right."""
-        is_good = self.tenants.reload()
-        self.pipeline.holding.pins.shares = _shares(self.tenants)
-        if self._read_config is None:
+        async with self._reloading:
+            # A large file takes PyYAML seconds, in which streams go on.
+            is_good = await asyncio.to_thread(self.tenants.reload)
+            self.pipeline.holding.pins.shares = _shares(self.tenants)
+            if self._read_config is None:
+                return is_good
+            try:
+                config = await asyncio.to_thread(self._read_config)
+                await self.pipeline.pool.apply(config.engines)
+            except ConfigError as error:
+                logger.error("engines are as before: %s", error)
+                return False
             return is_good
-        try:
-            await self.pipeline.pool.apply(self._read_config().engines)
-        except ConfigError as error:
-            logger.error("engines are as before: %s", error)
-            return False
-        return is_good
 
     # -- errors
 

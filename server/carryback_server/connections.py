@@ -11,7 +11,7 @@ import logging
 import resource
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -83,20 +83,29 @@ class Connections:
     """All connections of one port.
 
     Args:
+        owner: the tenant that headers are of; empty if of none.
         on_closed: called with a reason for each connection that is closed or refused for a limit: `too_many`,
             `too_many_of_address`, `head_timeout`.
         on_malformed: called for each request that is no HTTP.
     """
 
     def __init__(
-        self, limits: Limits, *, on_closed: Callable[[str], None], on_malformed: Callable[[], None]
+        self,
+        limits: Limits,
+        *,
+        owner: Callable[[Mapping[str, str]], str],
+        on_closed: Callable[[str], None],
+        on_malformed: Callable[[], None],
     ) -> None:
         self.limits = limits
+        self.owner = owner
         self.on_closed = on_closed
         self.on_malformed = on_malformed
         self._open: dict[Connection, None] = {}  # the oldest first
         # Those that have not sent a request yet; the oldest first.
         self._strangers: dict[Connection, None] = {}
+        # Those that wait for their next request, by the owner of the last one; those that wait longest first.
+        self._idle: dict[str, dict[Connection, None]] = {}
         self._of_address: Counter[str] = Counter()
         self._sweeping: asyncio.TimerHandle | None = None
 
@@ -114,9 +123,7 @@ class Connections:
             return False
         if len(self._open) >= limits.connections:
             self.on_closed("too_many")
-            idle = next(iter(self._strangers), None) or next(
-                (each for each in self._open if each.is_waiting), None
-            )
+            idle = next(iter(self._strangers), None) or self._longest_idle()
             if idle is None:
                 return False
             self._close(idle)
@@ -126,13 +133,30 @@ class Connections:
             self._sweeping = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
         return True
 
+    def _longest_idle(self) -> Connection | None:
+        """Of whoever has most of the idle connections, or has no key, the one that has been idle for longest."""
+        if not self._idle:
+            return None
+        whose = "" if "" in self._idle else max(self._idle, key=lambda owner: len(self._idle[owner]))
+        return next(iter(self._idle[whose]))
+
     def asks(self, connection: Connection) -> None:
         """A request came."""
         self._strangers.pop(connection, None)
+        if connection in (idle := self._idle.get(connection.owner, {})):
+            del idle[connection]
+            if not idle:
+                del self._idle[connection.owner]
+
+    def rests(self, connection: Connection, headers: Mapping[str, str]) -> None:
+        """All of its requests are answered, the last one with these headers."""
+        if connection in self._open:
+            connection.owner = self.owner(headers)
+            self._idle.setdefault(connection.owner, {})[connection] = None
 
     def forget(self, connection: Connection) -> None:
         """It is closed."""
-        self._strangers.pop(connection, None)
+        self.asks(connection)
         if connection in self._open:
             del self._open[connection]
             self._of_address[connection.address] -= 1
@@ -170,6 +194,7 @@ class Connection(RequestHandler):
         self._is_half_closed = False
         self._answered = 0
         self.address = ""
+        self.owner = ""
 
     @property
     def is_waiting(self) -> bool:
@@ -255,6 +280,8 @@ class Connection(RequestHandler):
         """After the last answer to a client that has ended its side, the connection ends."""
         finished = await super().finish_response(request, resp, start_time)
         self._answered += 1
+        if self.is_waiting:
+            self._connections.rests(self, request.headers)
         if self._is_half_closed and not self._messages:
             self.close()
         return finished

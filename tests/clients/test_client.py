@@ -334,7 +334,8 @@ def test_a_client_remembers_a_bounded_number_of_histories(server: FakeServer) ->
     assert _headers._shared.capacity == 5_000
     plain(client, HI)
     for number in range(5_000):
-        client._identifier.identify([{"role": "user", "content": f"another {number}"}])
+        another = [{"role": "user", "content": f"another {number}"}]
+        client._identifier.identify(another, scope=str(client.base_url))
     plain(client, grown(HI, "more"))
     assert len(client._identifier) == 5_000
     assert server.requests[0].conversation != server.last.conversation, "the oldest was forgotten"

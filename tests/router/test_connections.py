@@ -203,6 +203,33 @@ def test_above_the_limit_a_connection_is_refused_if_none_is_idle(router: LiveRou
     router.decode.faults.remove(fault)
 
 
+async def test_idle_connections_of_a_tenant_push_out_its_own(serve: Serve) -> None:
+    keys = [f"{name}=sk-{name}-0123456789-0123456789" for name in ("one", "other")]
+    service = await serve(1, 1, max_connections=4, api_keys=keys)
+    host, _, port = service.url.removeprefix("http://").rpartition(":")
+
+    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str) -> bytes:
+        writer.write(
+            f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-{name}-0123456789-0123456789\r\n\r\n".encode()
+        )
+        line = await reader.readline()
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(each for each in head.lower().split(b"\r\n") if each.startswith(b"content-length"))
+        await reader.readexactly(int(length.partition(b":")[2]))
+        return line
+
+    kept = await asyncio.open_connection(host, int(port))
+    assert await ask(*kept, "one") == b"HTTP/1.1 200 OK\r\n"
+    flood = []
+    for _ in range(12):
+        flood.append(await asyncio.open_connection(host, int(port)))
+        assert await ask(*flood[-1], "other") == b"HTTP/1.1 200 OK\r\n"
+    assert await ask(*kept, "one") == b"HTTP/1.1 200 OK\r\n"
+    assert await flood[0][0].read() == b""
+    for _, writer in [kept, *flood]:
+        writer.close()
+
+
 async def test_one_address_has_no_more_than_its_share(serve: Serve) -> None:
     service = await serve(1, 1, max_connections_per_address=2)
     host, _, port = service.url.removeprefix("http://").rpartition(":")

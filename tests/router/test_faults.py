@@ -287,7 +287,7 @@ async def test_an_engines_own_error_event_passes_as_it_is(serve: Serve, path: st
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 async def test_a_decode_engine_that_sends_nothing_in_time(serve: Serve, path: str) -> None:
-    service = await serve(first_byte_timeout_s=0.3, prefill_lease_s=LEASE_S)
+    service = await serve(first_byte_timeout_s=0.3, answer_timeout_s=0.3, prefill_lease_s=LEASE_S)
     for stream in (False, True):
         for fault in ({"hang": True}, {"first_delay_s": 60}):
             service.decode.fault(hop="decode", **fault)

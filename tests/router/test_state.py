@@ -417,11 +417,11 @@ async def test_one_tenant_does_not_fill_redis(own: RedisServer) -> None:
     states = [await shared.add() for _ in range(3)]
     await states[0].put_response("small", "r", b"x" * 100_000, 60)
     await states[0].open("small", "c")
-    before = own.client.info("memory")["used_memory_dataset"]
     for number in range(20):
         await states[number % 3].put_response("big", f"r{number}", b"x" * 1_000_000, 60)
     await asyncio.gather(*(states[number % 3].open("big", f"c{number}") for number in range(200)))
-    assert own.client.info("memory")["used_memory_dataset"] - before < 8_000_000
+    # (What the server has in buffers for its connections beside that comes and goes.)
+    assert sum(own.client.memory_usage(key) or 0 for key in own.client.scan_iter("*")) < 6_000_000
     assert await states[1].get_response("small", "r") is not None
     assert await states[1].get("small", "c") is not None
     kept = [number for number in range(20) if await states[2].get_response("big", f"r{number}")]
