@@ -41,6 +41,7 @@ import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,8 @@ MAX_SPENT = 100_000
 LEASE_MARGIN_S = 1.0
 # The share of its KV blocks that a decode engine holds for absent readers at most.
 MAX_PINNED = 0.9
+# A prefill engine waits so long for holders to say that what was read is good; most say it in a few milliseconds.
+CONFIRM_WAIT_S = 0.02
 # Why nothing was reused, after a fault of the plug-in's own.
 FAULT = "plugin_failed"
 
@@ -905,6 +908,9 @@ class CarrybackWorker(NixlPullConnectorWorker):
             sealed = self._sealed.pop(request_id, Sealed("", 0))
             self._to_confirm[request_id] = self._asker.ask(remote.host, remote.port, sealed)
             done.remove(request_id)
+        if self._is_prefill and self._to_confirm:
+            # Else they would be looked at after the next step only: of a prefill engine that is busy, a long one.
+            wait(self._to_confirm.values(), timeout=CONFIRM_WAIT_S)
         for request_id in [each for each, answer in self._to_confirm.items() if answer.done()]:
             answer = self._to_confirm.pop(request_id)
             made = None if answer.exception() is not None else answer.result()
