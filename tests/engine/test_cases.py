@@ -387,11 +387,11 @@ async def test_a_turn_does_not_wait_behind_new_conversations(pair: Pair, client:
     with pair.paused("prefill"):
         new = [asyncio.create_task(ask("new", prompt(seed, 85), tokens=1)) for seed in range(80, 86)]
         await eventually(lambda: client.is_busy("prefill", 6), 30, "they do not come to the prefill engine")
-        turn = asyncio.create_task(ask("turn", messages, conversation))
+        turn = asyncio.create_task(ask("turn", messages, conversation, tokens=1))
         await eventually(lambda: client.is_busy("prefill", 7), 30, "it does not come to the prefill engine")
     answer = await turn
     assert {each.status for each in await asyncio.gather(*new)} == {200}
     assert answer.reuse.outcome == "hit"
     # It came last, and some of those that have 3,000 tokens to compute went after it.
     assert done.index("turn") <= 4
-    answer.assert_same(await client.chat(messages, reuse=False))
+    answer.assert_same(await client.chat(messages, reuse=False, tokens=1))
