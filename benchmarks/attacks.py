@@ -134,9 +134,9 @@ async def messages_plain(scene: Scene) -> Outcome:
 
 @attack("messages-full", is_fast=True, rss_mib=512)
 async def messages_full(scene: Scene) -> Outcome:
-    """10,000 messages of 4 KB each, four requests of it at a time"""
+    """7,500 messages of 4 KB each, four requests of it at a time"""
     item = b'{"role":"user","content":"%b"},' % (b"word " * 800)
-    body = _chat_of(item, 10_000)
+    body = _chat_of(item, 7_500)
     return _answered(await asyncio.gather(*(scene.ask("POST", CHAT, body) for _ in range(4))))
 
 
@@ -175,13 +175,13 @@ async def large(scene: Scene) -> Outcome:
 
 @attack("within", is_fast=True, rss_mib=640)
 async def within(scene: Scene) -> Outcome:
-    """as much as a request may have: 60 MiB in 19,000 messages, 950,000 values, one text of 60 MiB; two at a time"""
+    """as much as a request may have: 30 MiB in 19,000 messages, 950,000 values, one text of 30 MiB; two at a time"""
     said = b'{"role":"user","content":"%b"},'
-    messages = _chat_of(said % (b"word " * 640), 19_000)
+    messages = _chat_of(said % (b"word " * 320), 19_000)
     tool = b'{"type":"function","function":{"name":"f","description":"d"}},'
     tools = _CHAT_HEAD + said[:-1] % b"Hello" + b'],"tools":[' + tool * 150_000 + tool[:-1] + b"]}"
     numbers = b"[" + b"11," * 950_000 + b"11]"
-    text = _CHAT_HEAD + said[:-1] % (b"word " * (12 * MIB)) + b"]}"
+    text = _CHAT_HEAD + said[:-1] % (b"word " * (6 * MIB)) + b"]}"
     part = b'{"type":"text","text":"a"},' * 200_000
     parts = _CHAT_HEAD + b'{"role":"user","content":[%b]}]}' % part[:-1]
     bodies = [
@@ -214,8 +214,8 @@ async def bomb(scene: Scene) -> Outcome:
 
 @attack("bomb-within", is_fast=True, rss_mib=640)
 async def bomb_within(scene: Scene) -> Outcome:
-    """twenty bodies of 60 KB that become 60 MiB, just within the limit, on all endpoints, those that refuse too"""
-    body = _bomb(60)
+    """twenty bodies of 30 KB that become 30 MiB, just within the limit, on all endpoints, those that refuse too"""
+    body = _bomb(30)
     headers = {"Content-Encoding": "gzip"}
     paths = [CHAT, COMPLETIONS, RESPONSES, MESSAGES, "/tokenize", "/v1/embeddings", "/nowhere"]
     asked = (scene.ask("POST", paths[number % len(paths)], body, headers) for number in range(20))

@@ -205,8 +205,8 @@ class RouterConfig(SharedConfig):
     dns_interval_s: float = Field(10.0, gt=0)
     "Between two resolutions of the engines' names that have `dns`."
 
-    max_body_bytes: int = Field(64 * 1024 * 1024, gt=0)
-    "Of a request, decoded."
+    max_body_bytes: int = Field(32 * 1024 * 1024, gt=0)
+    "Of a request, decoded. What is copied for both hops keeps all others waiting: some milliseconds for each MiB."
     max_body_bytes_in_all: int = Field(512 * 1024 * 1024, gt=0)
     "Of all requests that wait for their first token; where there are tenants, one may have half of it."
     max_body_values: int = Field(1_000_000, gt=0)

@@ -199,13 +199,20 @@ class Bodies:
                     raise self._too_much()
                 if decoder is None or len(piece) < _SLICE_BYTES:
                     break
-                await asyncio.sleep(0)  # the others' turn
+                await self._my_turn()
                 piece = _decode(decoder, b"")
         if decoder is not None and not decoder.eof:
             raise _wrong_encoding()
         is_light = size <= _UNCOUNTED_BYTES or (size <= LIGHT_BYTES and commas <= LIGHT_COMMAS)
         is_quick = size <= _QUICK_BYTES and commas <= _QUICK_COMMAS
+        if len(pieces) > 1 and not is_quick:
+            await self._my_turn()  # to copy it
         return Read(pieces[0] if len(pieces) == 1 else b"".join(pieces), is_light, is_quick)
+
+    async def _my_turn(self) -> None:
+        """Wait for a turn of the event loop in which no other body is worked on: what all ask for has a turn between."""
+        async with self._next:
+            await asyncio.sleep(0)
 
     async def parse(self, read: Read, path: str, tenant: Tenant) -> tuple[Body, Looked | None]:
         """A body's fields; and, of one that is not light, all that the endpoint has to know of it.
@@ -215,8 +222,7 @@ class Bodies:
         """
         if read.is_light:
             if not read.is_quick:
-                async with self._next:  # who comes next looks at its body in the loop's next turn
-                    await asyncio.sleep(0)
+                await self._my_turn()
             return Body(read.data), None
         answer = await self._ask(tenant, path, read.data, fields=True)
         return Body.of(read.data, answer.fields), answer.looked
