@@ -773,6 +773,8 @@ def test_who_has_read_is_told_whether_it_is_void(start: Callable[..., Engine]) -
 class _Read:
     """A worker that has read what one record says, as far as its last step goes."""
 
+    _is_prefill = True
+
     def __init__(self, sealed: Sealed, address: tuple[str, int], voided: float = -1.0) -> None:
         remote = SimpleNamespace(host=address[0], port=address[1])
         self._recving_transfers: dict[str, list[int]] = {"request": []}
