@@ -160,9 +160,7 @@ async def test_engines_half_of_which_the_router_understands(cluster: Cluster) ->
     while len(set(hits)) < 2:  # either decode engine has had a conversation
         chat = cluster.chat(router, f"chat-{len(hits)}")
         await chat.say()
-        is_heard = len(ours.ranks[0].held) > sum(hits)
-        assert ((await chat.say()).reuse.outcome == "hit") == is_heard
-        hits.append(is_heard)
+        hits.append((await chat.say()).reuse.outcome == "hit")
     assert sum(hits) == sum("carryback_record" in each.params for each in prefill.requests)
     for number in range(len(hits)):
         await cluster.delete(router, f"/v1/conversations/chat-{number}")
