@@ -248,7 +248,7 @@ class Pipeline:
         Raises:
             ApiError: the request is malformed or not allowed, or no engine can serve it.
         """
-        trip.tenant = tenant = self.tenants.of(trip.request.headers)
+        trip.tenant = tenant = self.tenants.sender(trip.request)
         trip.entry.tenant = tenant.name
         async with tenant.admit(), self._bodies.room(tenant) as trip.room:
             with trip.trace.step("identify"):
@@ -298,7 +298,7 @@ class Pipeline:
         Raises:
             ApiError: 404, there is none with this id.
         """
-        tenant = self.tenants.of(request.headers)
+        tenant = self.tenants.sender(request)
         async with tenant.admit():
             found = await self._chains.get(tenant.name, request.match_info["id"])
         return web.Response(body=found, content_type="application/json")
@@ -309,7 +309,7 @@ class Pipeline:
         Raises:
             ApiError: it is malformed or not allowed, or no engine is up.
         """
-        tenant = self.tenants.of(request.headers)
+        tenant = self.tenants.sender(request)
         async with tenant.admit(), self._bodies.room(tenant) as room:
             read = await self._bodies.read(request, room)
             body, looked = await self._bodies.parse(read, request.path, tenant)
