@@ -68,7 +68,8 @@ def is_error_event(path: str, answer: Answer, code: str) -> bool:
 async def test_a_prefill_engine_that_fails_is_replaced_by_another(
     serve: Serve, fault: dict[str, Any]
 ) -> None:
-    service = await serve(2, 1, prefill_timeout_s=1.0 if {"hang", "load_delay_s"} & set(fault) else 30)
+    timeout_s = 3.0 if {"hang", "load_delay_s"} & set(fault) else 30
+    service = await serve(2, 1, prefill_timeout_s=timeout_s, held_event_wait_s=30)
     bad, good = service.prefills
     for number in range(30):
         await first_turn(service, f"c{number}")
@@ -86,7 +87,8 @@ async def test_a_prefill_engine_that_fails_is_replaced_by_another(
     if fault != {"hang": True}:
         await until(lambda: len(service.decode.ranks[0].held) == number + 1, "one is held for each chat")
     third = [*SECOND, said(answer.text), user("Go on.")]
-    assert (await service.chat(third, f"c{number}")).reuse.outcome == "hit"
+    reuse = (await service.chat(third, f"c{number}")).reuse
+    assert (reuse.outcome, reuse.reason) == ("hit", "verified")
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
