@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import httptools
@@ -36,6 +36,19 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRouter]:
         router.check_well()
         router.stop()
         router.check_log()
+
+
+@pytest.fixture(autouse=True)
+def room(router: LiveRouter) -> None:
+    """The connections of the test before are gone: the router takes new ones."""
+
+    def has_room() -> bool:
+        with suppress(OSError, AssertionError), connect(router) as connection:
+            connection.sendall(HEALTH)
+            return answer(connection)[0] == 200
+        return False
+
+    wait_until(has_room, "there is no room for a connection")
 
 
 def connect(router: LiveRouter, *, is_admin: bool = False, receives: int = 0) -> socket.socket:
