@@ -1,11 +1,11 @@
-"""What an engine tells the routers about the KV it holds, over ZMQ PUB.
+"""What an engine tells routers and other engines about its KV, and what those ask it, over ZMQ.
 
-A message has two frames: the topic, and one version byte followed by a msgpack-encoded event. The
-topic of all others but `Hello` is the key that the router gave the request, so that a router
-subscribes to its own keys; the topic of `Hello` is `hello`.
+An engine publishes (XPUB). A message has two frames: the topic, and one version byte followed by a msgpack-encoded
+event. The topic of a `Hello` is `hello`; of all others it is the event's key: the one that a router gave the request,
+or, of a `Leased`, the one that another engine asks under. So each router and each engine subscribes to its own keys.
 
-One message goes the other way, from an XSUB socket to the engine's XPUB: `Go`, in one frame, behind a byte that
-is none of a subscription's.
+Commands go the other way, from an XSUB socket to the engine's XPUB, in one frame each, behind a byte that is none of a
+subscription's: routers send `Go`, prefill engines `Ask`, `Keep` and `Done`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from carryback.wire.outside import decode as decode_with
 
 T = TypeVar("T")
 
-VERSION = 2
+VERSION = 3
 HELLO_TOPIC = b"hello"
 # No frame is longer, either way: of 1,000,000 tokens in blocks of 16, ids and digests take 2 MB. The peer that
 # sends more is disconnected.
 MAX_FRAME_BYTES = 8 * 1024 * 1024
-# Of the keys in what routers send; their own have 32 characters.
+# Of the keys in commands; those of routers have 32 characters, those of engines 40.
 MAX_KEY_LENGTH = 128
+# Of a block hash, in bytes: vLLM's `sha256_cbor`.
+HASH_BYTES = 32
 
 ReleaseReason = Literal["read", "expired", "asked"]
 
@@ -132,8 +134,87 @@ class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
     params: bytes
 
 
-Told = Held | Released | Declined | Prefilled
+class Found(msgspec.Struct, tag="found", frozen=True):
+    """What a decode engine has in its own prefix cache of a request's prompt, when the request comes to its scheduler.
+
+    Attributes:
+        prompt_tokens: of the whole prompt.
+        cached_tokens: of its beginning, in full blocks.
+    """
+
+    engine: str
+    seq: int
+    key: str
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Leased(msgspec.Struct, tag="leased", frozen=True):
+    """A decode engine's answer to an `Ask`: what it has of a prompt, under a lease.
+
+    Attributes:
+        key: who asked (`Ask.asker`).
+        lease: the `Ask`'s.
+        tokens: of the prompt's beginning that it has, in full blocks, whether they can be leased or not.
+        record: the `kv_transfer_params`, JSON, that let the asker read them, but for `carryback.digests`; empty if
+            there is no lease.
+        digests: those, as bytes: 16 for each block.
+        reason: why there is no lease: `nothing` (no block is here), `too_many_leases`, `paused`, `unsupported` (nothing
+            can be leased here, e.g. without prefix caching), `layouts_differ`.
+    """
+
+    engine: str
+    seq: int
+    key: str
+    lease: str
+    tokens: int
+    record: bytes = b""
+    digests: bytes = b""
+    reason: str = ""
+
+
+Told = Held | Released | Declined | Prefilled | Found | Leased
 Event = Hello | Told
+
+Key = Annotated[str, msgspec.Meta(max_length=MAX_KEY_LENGTH)]
+
+
+class Ask(msgspec.Struct, tag="ask", frozen=True):
+    """From a prefill engine to a decode engine: what do you have of this prompt? Answered by a `Leased`.
+
+    A block hash stands for all tokens before it, images, adapter and cache salt: who has it knows the prompt.
+
+    Attributes:
+        asker: the topic that the asker subscribes to.
+        lease: the lease's name, new with each `Ask`, which nobody can guess.
+        hashes: of the prompt's full blocks, in order, `HASH_BYTES` each.
+        block_size: tokens of each.
+        max_tokens: of the prompt, the most that the asker can use.
+    """
+
+    asker: Key
+    lease: Key
+    hashes: bytes
+    block_size: int
+    max_tokens: int
+
+
+class Keep(msgspec.Struct, tag="keep", frozen=True):
+    """From a prefill engine: these leases are needed still. A lease of which this does not come ends after `LEASE_S`."""
+
+    leases: list[Key]
+
+
+class Done(msgspec.Struct, tag="done", frozen=True):
+    """From a prefill engine: these leases are over. All was read, or nothing will be."""
+
+    leases: list[Key]
+
+
+# A lease ends so long after the last that was heard of its asker, in seconds,
+LEASE_S = 12.0
+# which says this often that it is there.
+KEEP_INTERVAL_S = 3.0
 
 
 class Go(msgspec.Struct, tag="go", frozen=True):
@@ -144,8 +225,11 @@ class Go(msgspec.Struct, tag="go", frozen=True):
         params: the `kv_transfer_params`, JSON, with which it goes on; of them only `TransferParams` count.
     """
 
-    key: Annotated[str, msgspec.Meta(max_length=MAX_KEY_LENGTH)]
+    key: Key
     params: bytes
+
+
+Command = Go | Ask | Keep | Done
 
 
 class TransferParams(TypedDict, total=False):
@@ -173,12 +257,12 @@ class TransferParams(TypedDict, total=False):
     carryback_cached: int
 
 
-# The first byte of a `Go`; subscriptions have 0 and 1.
+# The first byte of a command; subscriptions have 0 and 1.
 _UPSTREAM = b"\x02"
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-_go_decoder = msgspec.msgpack.Decoder(Go)
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _about_decoder = msgspec.msgpack.Decoder(Fields)
 _params_decoder = msgspec.json.Decoder(TransferParams)
 
@@ -206,6 +290,7 @@ def about_of(hello: Hello) -> dict[str, Any]:
     - `hash_seed`: a fingerprint of `PYTHONHASHSEED`, from which block hashes start; empty: it is not set
     - `hold_s`: how long, in seconds, a decode engine holds KV unless a request says; `lease_s`: a prefill engine
     - `side_channel_host`, `side_channel_port`: where other engines ask it before they read
+    - `events`: where other engines reach its events, a ZMQ address
     - `backends`: NIXL's; `kv_buffer_device`; `tensor_parallel_size`; `pipeline_parallel_size`
     - `kv_heads`: of the model, as many as tensor-parallel ranks split; missing if they all have the same
     - `ucx`: the variables `UCX_...` of its environment that choose transports
@@ -238,18 +323,18 @@ def decode(payload: bytes) -> Event:
     return _decoded(_decoder.decode, payload)
 
 
-def encode_go(go: Go) -> bytes:
-    """The one frame of a `Go`."""
-    return _UPSTREAM + bytes([VERSION]) + _encoder.encode(go)
+def encode_command(command: Command) -> bytes:
+    """The one frame of a command."""
+    return _UPSTREAM + bytes([VERSION]) + _encoder.encode(command)
 
 
-def decode_go(frame: bytes) -> Go | None:
+def decode_command(frame: bytes) -> Command | None:
     """What came in from a subscriber; None if that is a subscription.
 
     Raises:
-        Malformed: another version, or not a `Go`.
+        Malformed: another version, or not a command.
     """
-    return _decoded(_go_decoder.decode, frame[1:]) if frame[:1] == _UPSTREAM else None
+    return _decoded(_command_decoder.decode, frame[1:]) if frame[:1] == _UPSTREAM else None
 
 
 def transfer_params(said: bytes | dict[str, Any]) -> dict[str, Any]:
