@@ -5,7 +5,7 @@ event. The topic of a `Hello` is `hello`; of all others it is the event's key: t
 or, of a `Leased`, the one that another engine asks under. So each router and each engine subscribes to its own keys.
 
 Commands go the other way, from an XSUB socket to the engine's XPUB, in one frame each, behind a byte that is none of a
-subscription's: routers send `Go`, prefill engines `Ask`, `Keep` and `Done`.
+subscription's: routers send `Go`, `Release` and `Forget`, prefill engines `Ask`, `Keep` and `Done`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_KEY_LENGTH = 128
 # Of a block hash, in bytes: vLLM's `sha256_cbor`.
 HASH_BYTES = 32
 
-ReleaseReason = Literal["read", "expired", "asked"]
+ReleaseReason = Literal["expired", "asked", "covered", "void"]
 
 _NOTHING = msgspec.Raw(msgspec.msgpack.encode({}))
 
@@ -62,19 +62,17 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class Held(msgspec.Struct, tag="held", frozen=True):
-    """The engine holds the KV of a finished request; or none of it, with `blocks` 0.
+    """What a decode engine has of a request that has ended, prompt and answer. It is found by content.
 
     Attributes:
         engine: the engine's id.
         seq: number of this event; consecutive within one engine id.
-        key: the router's key of the request (`kv_transfer_params["carryback_key"]`).
-        request: the engine's own id of the request; a release names it.
-        tokens: tokens in the full blocks held (what a later prompt can reuse).
-        blocks: KV blocks pinned.
-        hold_s: seconds, from now, after which the engine lets go by itself.
-        record: the `kv_transfer_params`, JSON, that let a prefill engine read the blocks once, but for
-            `carryback.digests`.
-        digests: those, as bytes: 16 for each block. JSON wants them in base64.
+        key: the router's key of the request (`kv_transfer_params["carryback_key"]`); a `Release` names it.
+        tokens: tokens in full blocks, whether they are pinned or not.
+        blocks: KV blocks pinned; 0: they can be overwritten at any time.
+        hold_s: seconds, from now, after which the engine unpins them by itself; 0 where nothing is pinned.
+        tip: the keyed digest of the hash of the last full block, 16 bytes, by which a later request's prefill engine
+            knows whether its prompt begins with all of this; empty if there is none.
         pinned: KV blocks that the engine holds for absent readers now, these included.
         generated: tokens that the request generated.
     """
@@ -82,18 +80,16 @@ class Held(msgspec.Struct, tag="held", frozen=True):
     engine: str
     seq: int
     key: str
-    request: str
     tokens: int
     blocks: int
     hold_s: float
-    record: bytes
-    digests: bytes
+    tip: bytes
     pinned: int
     generated: int = 0
 
 
 class Released(msgspec.Struct, tag="released", frozen=True):
-    """The engine let go of what a `Held` event announced.
+    """The engine unpinned what a `Held` event announced. It may be found still.
 
     Attributes:
         reason: a `ReleaseReason`, or one that a later release knows: what was let go of must be heard of.
@@ -229,7 +225,18 @@ class Go(msgspec.Struct, tag="go", frozen=True):
     params: bytes
 
 
-Command = Go | Ask | Keep | Done
+class Release(msgspec.Struct, tag="release", frozen=True):
+    """From a router: let go of what is held for these requests: of a decode engine's pins, and of prompts at a prefill
+    engine that no decode engine will read."""
+
+    keys: list[Key]
+
+
+class Forget(msgspec.Struct, tag="forget", frozen=True):
+    """From a router: all that the engine has made until now is void, since its weights were changed."""
+
+
+Command = Go | Ask | Keep | Done | Release | Forget
 
 
 class TransferParams(TypedDict, total=False):
