@@ -160,7 +160,6 @@ class Leased(msgspec.Struct, tag="leased", frozen=True):
     """
 
     engine: str
-    seq: int
     key: str
     lease: str
     tokens: int
