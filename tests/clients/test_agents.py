@@ -42,7 +42,7 @@ from carryback_agents import (
 )
 from fake_server import FakeServer, Request, running
 
-HIT = "hit; tokens=1024; reason=verified; recomputed=37; cached=16"
+HIT = "hit; tokens=1024; reason=verified; recomputed=37; cached=16; found=1024"
 OURS = {
     name.lower()
     for name in (wire.CONVERSATION_ID, wire.CONVERSATION_PARENT, wire.TURN_ID, wire.TURN_STEP)

@@ -17,7 +17,7 @@ from fake_server import FakeServer
 from pydantic import BaseModel
 
 HI: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
-HIT = "hit; tokens=1024; reason=verified; recomputed=37; cached=16"
+HIT = "hit; tokens=1024; reason=verified; recomputed=37; cached=16; found=1024"
 
 
 class City(BaseModel):
@@ -621,7 +621,7 @@ async def test_aend_for_a_sync_client(server: FakeServer) -> None:
 
 
 def test_reuse_of_a_stream_is_known_when_it_opens(server: FakeServer) -> None:
-    server.reuse = "partial; tokens=512; reason=history_changed; recomputed=90; cached=0"
+    server.reuse = "partial; tokens=512; reason=history_changed; recomputed=90; cached=0; found=512"
     with sync_client(server).chat.completions.create(model="m", messages=HI, stream=True) as stream:
         last = carryback.last_reuse()
         assert last is not None

@@ -109,7 +109,7 @@ def results(body: dict[str, Any]) -> list[Any]:
 
 @snippets("python")
 def test_programs_run(programs: Programs, server: FakeServer, snippet: Snippet) -> None:
-    server.reuse = "hit; tokens=1024; reason=verified; recomputed=37; cached=0"
+    server.reuse = "hit; tokens=1024; reason=verified; recomputed=37; cached=0; found=1024"
     server.calls_tools = True
     done = programs.run(snippet.page, URL.sub(server.base_url, snippet.text))
     assert done["error"] == ""

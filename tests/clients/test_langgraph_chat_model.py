@@ -25,7 +25,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from pydantic import BaseModel, Field
 
-REUSE = "hit; tokens=1024; reason=verified; recomputed=37; cached=0"
+REUSE = "hit; tokens=1024; reason=verified; recomputed=37; cached=0; found=1024"
 
 
 class City(BaseModel):
@@ -288,7 +288,7 @@ async def test_an_answer_says_what_it_reused(server: FakeServer, way: str, setti
     server.reuse = REUSE
     model = make(server).bind(**settings.get("bound", {}))
     answer = await call(model, way, "hi", thread())
-    said = LastReuse("hit", 1024, "verified", 37, 0, conversation_id("thread-7", node=""), "1")
+    said = LastReuse("hit", 1024, "verified", 37, 0, 1024, conversation_id("thread-7", node=""), "1")
     assert reuse(answer) == said
     assert answer.response_metadata["carryback"]["tokens"] == 1024
     assert "headers" not in answer.response_metadata

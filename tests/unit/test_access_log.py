@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from carryback.wire import Reuse
+from carryback.wire import Report
 from carryback_server import access_log
 from carryback_server.access_log import AccessLog, Entry, LogFormat, printable, set_up_logging
 from hypothesis import given
@@ -56,7 +56,7 @@ def full() -> Entry:
         streamed=True,
         prefill_engine="p0:8000",
         decode_engine="d0:8000",
-        reuse=Reuse("hit", 1024, "verified", 37, 16),
+        reuse=Report("hit", 1024, "verified", 37, 16, 1040, "d0-7f3a", 2),
         ttft_s=0.18312345678,
         prefill_s=0.151,
         decode_wait_s=0.031,
@@ -85,7 +85,16 @@ def test_a_line_says_it_all(tmp_path: Path) -> None:
         "streamed": True,
         "prefill_engine": "p0:8000",
         "decode_engine": "d0:8000",
-        "reuse": {"outcome": "hit", "tokens": 1024, "reason": "verified", "recomputed": 37, "cached": 16},
+        "reuse": {
+            "outcome": "hit",
+            "tokens": 1024,
+            "reason": "verified",
+            "recomputed": 37,
+            "cached": 16,
+            "found": 1040,
+            "holder": "d0-7f3a",
+            "asked": 2,
+        },
         "ttft_s": 0.183123,
         "prefill_s": 0.151,
         "decode_wait_s": 0.031,
@@ -108,7 +117,7 @@ def test_text(tmp_path: Path) -> None:
         "step=3",
         "status=200",
         "streamed=true",
-        'reuse="hit; tokens=1024; reason=verified; recomputed=37; cached=16"',
+        'reuse="hit; tokens=1024; reason=verified; recomputed=37; cached=16; found=1040"',
         "ttft_s=0.183123",
     ):
         assert f" {word} " in line

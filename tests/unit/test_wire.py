@@ -22,6 +22,7 @@ reuses = st.builds(
     reason=words,
     recomputed=counts,
     cached=counts,
+    found=counts,
 )
 
 
@@ -29,6 +30,11 @@ reuses = st.builds(
 def test_a_reuse_report_survives_its_header(reuse: wire.Reuse) -> None:
     assert wire.Reuse.parse(reuse.header()) == reuse
     assert reuse.prompt_tokens == reuse.tokens + reuse.recomputed + reuse.cached
+
+
+def test_which_engine_had_it_stays_inside() -> None:
+    inside = wire.Report("hit", 64, "verified", 5, 2, 64, holder="host-a.internal", asked=3).header()
+    assert inside == "hit; tokens=64; reason=verified; recomputed=5; cached=2; found=64"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +56,7 @@ def test_what_is_no_reuse_header_is_refused(header: str) -> None:
         wire.Reuse.parse(header)
 
 
-@pytest.mark.parametrize("field", ["tokens", "recomputed", "cached"])
+@pytest.mark.parametrize("field", ["tokens", "recomputed", "cached", "found"])
 @pytest.mark.parametrize("count", ["-1", "+1", "1_000", "1e3", "1.0", "\u0661", "1" * 11, "9" * 900, ""])
 def test_counts_of_a_reuse_header_are_whole_numbers_in_range(field: str, count: str) -> None:
     with pytest.raises(ValueError, match=field):
@@ -109,20 +115,12 @@ def test_bad_ids_are_refused_by_the_name_of_their_field(bad: str, why: str) -> N
 EVENTS: list[events.Event] = [
     events.Hello(engine="e", seq=3, pinned=7, capacity=99),
     events.Hello("e", 3, 7, 99, takes_go=True, about=events.about({"model": "m", "later": [1]}), time_ns=5),
-    events.Held(
-        "e",
-        4,
-        "key",
-        "req",
-        tokens=64,
-        blocks=4,
-        hold_s=480.0,
-        record=b'{"a":1}',
-        digests=b"\xff" * 64,
-        pinned=7,
-    ),
+    events.Held("e", 4, "key", 64, 4, 480.0, b"\xff" * 16, 7),
     events.Released("e", 5, "key", "expired", pinned=3),
     events.Declined("e", 6, "key", "unverified"),
+    events.Prefilled("e", 7, "key", b"{}"),
+    events.Found("e", 8, "key", 100, 64),
+    events.Leased("e", "key", "lease", 64, b"{}", b"\xff" * 64),
 ]
 
 
@@ -212,9 +210,9 @@ def go(key: str, params: bytes) -> bytes:
 
 
 def test_a_go_has_a_key_that_a_router_may_have_given() -> None:
-    assert events.decode_go(go("k" * 128, b"{}")) == events.Go("k" * 128, b"{}")
+    assert events.decode_command(go("k" * 128, b"{}")) == events.Go("k" * 128, b"{}")
     with pytest.raises(Malformed):
-        events.decode_go(go("k" * 129, b"{}"))
+        events.decode_command(go("k" * 129, b"{}"))
 
 
 @pytest.mark.parametrize(

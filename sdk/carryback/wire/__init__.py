@@ -74,6 +74,16 @@ def check_id(value: str, name: str) -> str:
 
 Outcome = Literal["hit", "partial", "miss"]
 
+# Why a request reused no more than it did; docs/router.md says what each means. Others are another release's.
+ENGINE_REASONS = (
+    "verified", "history_changed", "overwritten", "new", "too_short", "below_threshold", "local_cache", "off", "no_answer",
+    "too_many_leases", "load_failed", "plugin_failed", "unverified", "layouts_differ", "unsupported_layout",
+)  # fmt: skip
+ROUTER_REASONS = (
+    "engine_lost", "no_plugin", "prefill_failed", "prefill_unavailable", "prefill_refused",
+    "several_answers", "several_prompts", "prompt_logprobs", "prompt_embeds",
+)  # fmt: skip
+
 _OUTCOMES = get_args(Outcome)
 _REASON = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 # No prompt is that long: ten digits.
@@ -102,11 +112,14 @@ class Reuse:
     """What one request reused, as the `X-Carryback-Reuse` response header says it.
 
     Attributes:
-        outcome: `hit` (all full blocks of the held history), `partial` (its verified prefix) or `miss`.
-        tokens: prompt tokens whose KV was read back from the decode engine.
-        reason: one word, e.g. `verified`, `history_changed`, `no_record`, `off`, `expired`.
+        outcome: `hit` (all that was left of the conversation, in full blocks), `partial` (its verified beginning) or
+            `miss` (nothing).
+        tokens: prompt tokens whose KV was read back from a decode engine.
+        reason: one word, of `ENGINE_REASONS` or `ROUTER_REASONS`.
         recomputed: prompt tokens that the prefill engine computed.
         cached: prompt tokens that the prefill engine had in its own prefix cache.
+        found: prompt tokens, from the first on, that a decode engine had; with `history_changed` the prompt left what
+            the conversation had before here.
     """
 
     outcome: Outcome
@@ -114,6 +127,7 @@ class Reuse:
     reason: str
     recomputed: int = 0
     cached: int = 0
+    found: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -121,10 +135,10 @@ class Reuse:
         return self.tokens + self.recomputed + self.cached
 
     def header(self) -> str:
-        """The header's value, e.g. `hit; tokens=1024; reason=verified; recomputed=37; cached=0`."""
+        """The header's value, e.g. `hit; tokens=1024; reason=verified; recomputed=37; cached=0; found=1024`."""
         return (
             f"{self.outcome}; tokens={self.tokens}; reason={self.reason}; "
-            f"recomputed={self.recomputed}; cached={self.cached}"
+            f"recomputed={self.recomputed}; cached={self.cached}; found={self.found}"
         )
 
     @classmethod
@@ -150,7 +164,21 @@ class Reuse:
             reason=reason,
             recomputed=_count(fields, "recomputed"),
             cached=_count(fields, "cached"),
+            found=_count(fields, "found"),
         )
+
+
+@dataclass(frozen=True)
+class Report(Reuse):
+    """What a prefill engine says of one request (`kv_transfer_params["carryback_reuse"]`): more than clients are told.
+
+    Attributes:
+        holder: the id of the decode engine that had what was found; empty if none had any.
+        asked: decode engines that answered what they have.
+    """
+
+    holder: str = ""
+    asked: int = 0
 
 
 def _count(fields: Mapping[str, str], name: str) -> int:
