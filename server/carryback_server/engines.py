@@ -403,7 +403,7 @@ class Engine:
             params: its `kv_transfer_params`, JSON.
         """
         if self.say is not None:
-            self.say(events.encode_go(events.Go(key, params)))
+            self.say(events.encode_command(events.Go(key, params)))
 
     async def release(self, request_ids: list[str]) -> bool:
         """Make the engine let go of what it holds for these requests; whether it was told."""
@@ -506,7 +506,7 @@ class Engine:
         self._why_down = said
         self.is_up = False
 
-    def hear(self, event: events.Event) -> bool:
+    def hear(self, event: events.Hello | events.Told) -> bool:
         """Take in what an event says of the engine; whether the engine is a new run."""
         now = time.monotonic()
         is_new = event.engine != self.run
@@ -524,7 +524,7 @@ class Engine:
             self._metrics.engine_events_missed.labels(self.role, self.name).inc(max(published, 0))
         self._last_event = now
         self._seq = event.seq
-        if not isinstance(event, events.Declined | events.Prefilled):
+        if isinstance(event, events.Hello | events.Held | events.Released):
             self.pinned = event.pinned
         if isinstance(event, events.Hello):
             self.capacity = event.capacity

@@ -261,7 +261,7 @@ class Pool:
                 engine.say = None
                 loop.remove_reader(descriptor)
 
-    def take(self, engine: Engine, event: events.Event) -> None:
+    def take(self, engine: Engine, event: events.Hello | events.Told) -> None:
         """An event of an engine has come."""
         about = engine.about
         if engine.hear(event):
@@ -327,6 +327,8 @@ class _Hearing:
             event = events.decode(payload)
         except Malformed as error:
             engine.mishear(str(error))
+            return
+        if isinstance(event, events.Leased):  # to another engine
             return
         try:
             self._pool.take(engine, event)

@@ -26,6 +26,7 @@ def about_engine(
     sealer: Sealer,
     block_size: int,
     kv_heads: int | None,
+    events: str,
 ) -> dict[str, Any]:
     """This engine, for `carryback.wire.events.about`; no secret is in it.
 
@@ -34,6 +35,8 @@ def about_engine(
         sealer: with the engine's key.
         block_size: tokens of a block that is hashed.
         kv_heads: what tensor-parallel ranks split; None if they do not.
+        events: the address where it publishes. Where that is all of a machine's interfaces, other engines use the one
+            of the side channel.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     transfer = vllm_config.kv_transfer_config
@@ -56,6 +59,7 @@ def about_engine(
         "lease_s": scheduler._kv_lease_duration,
         "side_channel_host": scheduler.side_channel_host,
         "side_channel_port": scheduler.side_channel_port,
+        "events": _reachable(events, scheduler.side_channel_host),
         "backends": transfer.get_from_extra_config("backends", ["UCX"]),
         "kv_buffer_device": transfer.kv_buffer_device,
         "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
@@ -63,6 +67,12 @@ def about_engine(
         **({} if kv_heads is None else {"kv_heads": kv_heads}),
         "ucx": {name: os.environ[name] for name in _UCX_VARIABLES if name in os.environ},
     }
+
+
+def _reachable(address: str, host: str) -> str:
+    start, _, port = address.rpartition(":")
+    is_every = start in ("tcp://*", "tcp://0.0.0.0", "tcp://[::]", "tcp://::")
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}" if is_every else address
 
 
 def _hash_seed(seed: str | None) -> str:

@@ -8,6 +8,9 @@ What it adds to `NixlPullConnector`, on both engines alike:
 - Records are sealed by the engine that holds the blocks and verified by the one that reads them
   (`carryback_vllm.seal`): a prefill engine reads the verified prefix of what a decode engine holds, a
   decode engine reads a prompt's KV only if it is that prompt's.
+- `kv_transfer_params["carryback_ask"]`: addresses of decode engines' events. A prefill engine asks them what they have
+  of the prompt (`carryback_vllm.peers`), and reads the longest. Without it, it asks those of `carryback_peers`.
+- `kv_transfer_params["carryback_find"]`: true: a decode engine says in an event what it has of the prompt itself.
 - `kv_transfer_params["carryback_record"]`: a record, for a prefill engine to read. Routers send it so, and not as it
   is, since an engine without this plug-in would read what it is told to.
 - `kv_transfer_params["hold_s"]` is how long, in seconds, this request's blocks are held; 0: not at all.
@@ -29,6 +32,8 @@ What it adds to `NixlPullConnector`, on both engines alike:
 - A prefill engine's answer says what was reused, in `kv_transfer_params["carryback_reuse"]`, and how long
   that took, in `kv_transfer_params["carryback_work"]`.
 - A prefill engine's blocks are not read after its lease ended.
+- A decode engine answers prefill engines' questions, with short leases on what it has (`carryback_vllm.found`,
+  `carryback_vllm.leases`).
 - A reset of the prefix cache, a pause, sleep, an adapter that is loaded again, and whatever else may change the
   weights void what was made before, held or being read (`carryback_vllm.forget`).
 - Prompts that have little to compute go before those that have much (`carryback_vllm.line`).
@@ -36,8 +41,10 @@ What it adds to `NixlPullConnector`, on both engines alike:
 
 from __future__ import annotations
 
+import base64
 import math
 import os
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
@@ -48,7 +55,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import vllm
-from carryback.wire.events import ranks_fit, transfer_params
+from carryback.wire.events import HASH_BYTES, Ask, Command, Done, Keep, Leased, ranks_fit, transfer_params
 from carryback.wire.outside import Malformed
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
@@ -69,8 +76,12 @@ from carryback_vllm.about import about_engine
 from carryback_vllm.cpu import calm_new_threads
 from carryback_vllm.events import KEY_VARIABLE, Publisher
 from carryback_vllm.forget import ADAPTERS, Answers, Asker, Epoch, Sealed, watch
+from carryback_vllm.found import PrefixCache
 from carryback_vllm.guard import Guard
+from carryback_vllm.leases import PREFIX as LEASE
+from carryback_vllm.leases import Leases
 from carryback_vllm.line import PATIENCE_S, Line
+from carryback_vllm.peers import TIMEOUT_S, Peers, Question
 from carryback_vllm.seal import VERSION, Sealer, sealed_as
 from carryback_vllm.version import check_version
 
@@ -120,6 +131,8 @@ class CarrybackConnector(NixlPullConnector):
     - `carryback_max_pinned`: the share of its KV blocks, 0 to 1, that a decode engine holds for absent
       readers at most, 0.9 unless given. What would exceed it is not held. Routers have budgets of their
       own; this is for when they fail. (Nothing is let go of early: it may be being read.)
+    - `carryback_peers`: addresses of decode engines' events, which a prefill engine asks where no router names any.
+    - `carryback_ask_timeout_s`: how long a prompt waits for their answers, in seconds, 1 unless given.
     - `carryback_patience_s`: how much longer than first come, first served a prompt may wait at a prefill engine
       for shorter ones, in seconds, 120 unless given; 0: not at all.
 
@@ -143,7 +156,7 @@ class CarrybackConnector(NixlPullConnector):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         if isinstance(self.connector_scheduler, CarrybackScheduler):
-            self.connector_scheduler.cache = kv_cache_manager
+            self.connector_scheduler.bind(kv_cache_manager)
 
 
 @dataclass
@@ -164,6 +177,12 @@ class _Match:
     "When it was scheduled to be computed,"
     scheduled: int = 0
     "and how many tokens the engine had scheduled until then."
+    found: int = 0
+    "Tokens of the prompt that a decode engine had,"
+    holder: str = ""
+    "which one, by its id,"
+    asked: int = 0
+    "and how many of those asked have answered."
 
 
 @dataclass
@@ -210,6 +229,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._guarded = Guard()
+        # Whatever vLLM's scheduler does, it does under this one; so does the thread that answers other engines.
+        self.lock = threading.RLock()
         self._sealer = Sealer.from_environment()
         # As the engine resolves it; only from 0.32 on it is in `kv_cache_config`, too.
         _, self._hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -229,7 +250,10 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         self._asked: set[str] = set()
         # What was made in an earlier one is void. Pins that were let go of with it, of which the worker will say so.
         self._epoch = Epoch()
-        self.cache: KVCacheManager | None = None
+        # From when vLLM has a cache to bind.
+        self._cache: PrefixCache | None = None
+        self._scheduler: Scheduler | None = None
+        self._leases = Leases(0, lambda blocks: None, lambda blocks: None)
         self._dropped: set[str] = set()
         self._is_prefill = vllm_config.kv_transfer_config.kv_role == "kv_producer"
         self._is_paused = False
@@ -261,17 +285,39 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         self._loaded: set[str] = set()
         capacity = kv_cache_config.num_blocks - 1  # block 0 is vLLM's placeholder
         self._max_pinned = int(share * capacity)
+        timeout_s = extra_config("carryback_ask_timeout_s", TIMEOUT_S)
+        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+            raise RuntimeError(
+                f"carryback: carryback_ask_timeout_s must be more than 0, and is {timeout_s!r}"
+            )
+        peers = extra_config("carryback_peers", [])
+        if not isinstance(peers, list) or not all(isinstance(each, str) for each in peers):
+            raise RuntimeError(
+                f"carryback: carryback_peers must be a list of ZMQ addresses, and is {peers!r}"
+            )
+        self._default_peers: list[str] = peers
+        self._peers = None
+        # Requests that read what they have a lease on.
+        self._reading: set[str] = set()
+        if self._is_prefill:
+            self._peers = Peers(
+                engine_id, secret=os.environ.get(KEY_VARIABLE), timeout_s=timeout_s, guarded=self._guarded
+            )
         address = extra_config("carryback_events", None)
         self._publisher = None
         if address:
+            # The index is the rank also where vLLM treats ranks as engines of their own (dense models).
+            address = address_of_rank(address, vllm_config.parallel_config.data_parallel_index)
             self._publisher = Publisher(
-                # The index is the rank also where vLLM treats ranks as engines of their own (dense models).
-                address_of_rank(address, vllm_config.parallel_config.data_parallel_index),
+                address,
                 engine_id,
                 capacity=capacity,
                 secret=os.environ.get(KEY_VARIABLE),
-                about=about_engine(self, vllm_config, self._sealer, self._hash_block_size, self._kv_heads),
+                about=about_engine(
+                    self, vllm_config, self._sealer, self._hash_block_size, self._kv_heads, address
+                ),
                 guarded=self._guarded,
+                on_command=self._on_command,
             )
         if self._cannot_cut:
             logger.warning("carryback: no KV is read back from decode to prefill: %s", self._cannot_cut)
@@ -280,7 +326,102 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         with self._guarded():
             if self._publisher is not None:
                 self._publisher.close()
+        with self._guarded():
+            if self._peers is not None:
+                self._peers.close()
         super().shutdown()
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """vLLM has made its cache."""
+        with self._guarded():
+            self._cache = PrefixCache(manager)
+            self._leases = Leases(self.kv_cache_config.num_blocks - 1, self._cache.touch, self._cache.free)
+            if not self._cache.is_on and not self._is_prefill:
+                logger.warning(
+                    "carryback: this decode engine has no prefix cache, so it finds nothing of what prefill engines ask "
+                    "for: start it with --enable-prefix-caching"
+                )
+
+    # -- other engines ask
+
+    def _on_command(self, command: Command | None) -> None:
+        """In the publisher's thread: another engine asks, or is through."""
+        now = time.perf_counter()
+        with self.lock:
+            if isinstance(command, Ask):
+                answer = Leased(self.engine_id, command.asker, command.lease, 0, reason="plugin_failed")
+                with self._guarded():
+                    answer = self._answer(command, now)
+                if self._publisher is not None:
+                    self._publisher.leased(answer)
+            elif isinstance(command, Keep):
+                self._leases.keep(command.leases, now)
+            elif isinstance(command, Done):
+                self._leases.end(command.leases)
+            elif command is None and (late := self._leases.end_late(now)):
+                logger.warning("carryback: %d leases ended since their readers were not heard of", late)
+
+    def _answer(self, ask: Ask, now: float) -> Leased:
+        """What this engine has of a prompt that a prefill engine asks for, under a lease."""
+
+        def no(reason: str, tokens: int = 0) -> Leased:
+            return Leased(self.engine_id, ask.asker, ask.lease, tokens, reason=reason)
+
+        if self._cannot_cut or self._cache is None or not self._cache.is_on or self.use_host_buffer:
+            return no("unsupported")
+        if ask.block_size != self._hash_block_size or len(ask.hashes) % HASH_BYTES:
+            return no("layouts_differ")
+        if self._is_paused:
+            return no("paused")
+        hashes = [ask.hashes[at : at + HASH_BYTES] for at in range(0, len(ask.hashes), HASH_BYTES)]
+        found = self._cache.find(hashes, ask.max_tokens)
+        if not found.tokens:
+            return no("nothing")
+        if not self._leases.take(ask.lease, ask.asker, found.blocks, now):
+            return no("too_many_leases", found.tokens)
+        blocks = found.tokens // self._hash_block_size
+        parallel = self.vllm_config.parallel_config
+        record: dict[str, Any] = {
+            "do_remote_prefill": False,
+            "do_remote_decode": True,
+            "remote_block_ids": [[block.block_id for block in group] for group in found.groups],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": ask.lease,
+            "remote_host": self.side_channel_host,
+            "remote_port": self.side_channel_port,
+            "remote_num_tokens": found.tokens,
+            "remote_blocks_expiry_time": None,
+            "tp_size": self.transfer_tp_size,
+            "dcp_size": parallel.decode_context_parallel_size,
+            "pp_size": parallel.pipeline_parallel_size,
+            "transfer_mode": self._TRANSFER_MODE,
+        }
+        digests = self._sealer.digests(hashes[:blocks])
+        self._sealer.seal(
+            record,
+            digests=digests,
+            tail="",
+            block_size=self._hash_block_size,
+            epoch=self._epoch.name,
+            made=found.made,
+        )
+        del record["carryback"]["digests"]  # base64; the event has the bytes
+        return Leased(
+            self.engine_id, ask.asker, ask.lease, found.tokens, msgspec.json.encode(record), digests
+        )
+
+    def scheduling(self, scheduler: Scheduler, is_scheduling: bool) -> None:
+        """vLLM begins to schedule a step, or has scheduled it."""
+        self._scheduler = scheduler
+        if self._cache is not None:
+            self._cache.scheduling(is_scheduling)
+
+    def step_ended(self, output: SchedulerOutput) -> None:
+        """All workers have done a step."""
+        with self._guarded():
+            number = getattr(output.kv_connector_metadata, "carryback_step", None)
+            if self._cache is not None and number is not None:
+                self._cache.step_ended(number)
 
     # -- a request arrives
 
@@ -292,6 +433,84 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
                     del params[name]  # notes of ours and of stock code, which nobody else may make
                 self._take_in(request, params)
         super().on_new_request(request)
+        if params is not None:
+            with self._guarded(lambda: self._compute(request)):
+                self._ask(request, params)
+
+    def _ask(self, request: Request, params: dict[str, Any]) -> None:
+        """Ask decode engines what they have of a prompt; or look here, for a router that wants to know."""
+        addresses = params.pop("carryback_ask", self._default_peers)
+        if self._peers is not None and params.get("do_remote_decode") and not params.get("remote_block_ids"):
+            if isinstance(addresses, list) and addresses and not self._cannot_cut:
+                params["_carryback_ask"] = [each for each in addresses if isinstance(each, str)]
+                self._ask_peers(request, params["_carryback_ask"])
+        elif params.pop("carryback_find", False) is True and self._publisher is not None:
+            tokens = 0
+            if self._cache is not None and self._cache.is_on:
+                tokens = self._cache.find(request.block_hashes, request.num_prompt_tokens - 1).tokens
+            self._publisher.found(str(params.get("carryback_key")), request.num_prompt_tokens, tokens)
+
+    def _ask_peers(self, request: Request, addresses: list[str]) -> None:
+        assert self._peers is not None
+        self._peers.ask(
+            request.request_id,
+            addresses,
+            request.block_hashes,
+            block_size=self._hash_block_size,
+            max_tokens=request.num_prompt_tokens - 1,
+        )
+
+    def _is_unanswered(self, request: Request, params: dict[str, Any]) -> bool:
+        """Whether decode engines are still to say what they have of a prompt; takes in what they have said."""
+        if self._peers is None or not self._peers.is_asked(request.request_id):
+            return False
+        if request.request_id in self._matches:
+            return False
+        if (question := self._peers.answer(request.request_id)) is None:
+            return True
+        self._take_answer(request, params, question)
+        return False
+
+    def _take_answer(self, request: Request, params: dict[str, Any], question: Question) -> None:
+        answers = question.answers.values()
+        best = question.best
+        if best is not None:
+            record = msgspec.json.decode(best.record)
+            record["carryback"]["digests"] = base64.b64encode(best.digests).decode()
+            params.update(transfer_params(record))
+            self._verify(request, params)
+        match = self._match(request, params)
+        if best is None:
+            most = max(answers, key=lambda each: each.tokens, default=None)
+            match.reason = "no_answer" if most is None else most.reason
+            match.found = most.tokens if most is not None else 0
+        else:
+            match.found, match.holder = best.tokens, best.engine
+        match.asked = len(answers)
+        self._matches[request.request_id] = match
+        self._line.shorten(
+            request.request_id, request.num_prompt_tokens - match.blocks * self._hash_block_size
+        )
+        if not match.blocks:
+            self._end_lease(request, params)
+
+    def _asks_again(self, request: Request, params: dict[str, Any]) -> bool:
+        """Whether engines are asked once more, now that a prompt's turn has come: too much was leased before."""
+        match = self._matches.get(request.request_id)
+        if match is None or match.reason != "too_many_leases" or self._peers is None:
+            return False
+        if (addresses := params.pop("_carryback_ask", None)) is None:
+            return False
+        self._peers.end(request.request_id)
+        del self._matches[request.request_id]
+        self._ask_peers(request, addresses)
+        return True
+
+    def _end_lease(self, request: Request, params: dict[str, Any]) -> None:
+        """Nothing is read of what other engines have."""
+        if self._peers is not None and self._peers.is_asked(request.request_id):
+            _forget_remote(params)
+            self._peers.end(request.request_id)
 
     def _take_in(self, request: Request, params: dict[str, Any]) -> None:
         """Verify what a request came with, and take out what stock code must not act on."""
@@ -304,6 +523,25 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         wait_s = params.pop("carryback_await", None)
         if isinstance(wait_s, int | float) and self._publisher is not None:
             self._waiting[request.request_id] = time.perf_counter() + wait_s
+        self._verify(request, params)
+        # Stock code takes any `do_remote_prefill` for a promise of blocks.
+        if params.get("do_remote_prefill") and not params.get("remote_block_ids"):
+            params["do_remote_prefill"] = False
+        if self._is_ordered and params.get("do_remote_decode"):
+            self._line.join(
+                request.request_id,
+                request,
+                # (What other engines have of it is known later.)
+                request.num_prompt_tokens
+                - (self._readable(request, params) if params.get("remote_block_ids") else 0),
+                time.perf_counter(),
+                request.priority,
+            )
+        if isinstance(cached := params.get("carryback_cached"), int):
+            request.prefill_stats = _Billed(max(min(cached, request.num_prompt_tokens - 1), 0))
+
+    def _verify(self, request: Request, params: dict[str, Any]) -> None:
+        """Take out a record that nobody with our key has sealed, or that this engine's ranks cannot read."""
         refused = ""
         if not self._sealer.is_authentic(params):
             if (version := sealed_as(params)) != str(VERSION):
@@ -322,19 +560,6 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             _forget_remote(params, refused)
         elif params.get("do_remote_decode") and params.get("remote_block_ids"):
             self._offer(request, params)
-        # Stock code takes any `do_remote_prefill` for a promise of blocks.
-        if params.get("do_remote_prefill") and not params.get("remote_block_ids"):
-            params["do_remote_prefill"] = False
-        if self._is_ordered and params.get("do_remote_decode"):
-            self._line.join(
-                request.request_id,
-                request,
-                request.num_prompt_tokens - self._readable(request, params),
-                time.perf_counter(),
-                request.priority,
-            )
-        if isinstance(cached := params.get("carryback_cached"), int):
-            request.prefill_stats = _Billed(max(min(cached, request.num_prompt_tokens - 1), 0))
 
     def _compute(self, request: Request) -> None:
         """After a fault of ours: the request reads nothing, waits for nobody, and is computed."""
@@ -390,23 +615,27 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
 
         Args:
             why: for the log.
-            scheduler: vLLM's, to have the blocks free at once; else they are when the worker has said so.
+            scheduler: vLLM's, if it has not scheduled anything yet.
             weights_changed: nothing is to be found in this engine's own prefix cache either.
         """
-        self._epoch.change()  # before any block can be overwritten
-        if weights_changed and self.cache is not None:
-            self.cache.evict_blocks(set(range(self.kv_cache_config.num_blocks)))
-        if self._pins:
-            logger.info("carryback: %s: letting go of %d requests' KV", why, len(self._pins))
-        for request_id in list(self._pins):
-            self._asked.add(request_id)
-            self._reqs_need_send[request_id] = (
-                time.perf_counter()
-            )  # a deadline that has passed, for the worker
-            if scheduler is not None and (request := scheduler.requests.get(request_id)) is not None:
-                self._dropped.add(request_id)
-                self._unpin(request_id)
-                scheduler._free_blocks(request)
+        scheduler = scheduler or self._scheduler
+        with self.lock:
+            self._epoch.change()  # before any block can be overwritten
+            self._leases.end_all()
+            if weights_changed and self._cache is not None:
+                self._cache.evict_all()
+                for request in scheduler.requests.values() if scheduler is not None else ():
+                    self._cache.skip(request)
+            if self._pins:
+                logger.info("carryback: %s: letting go of %d requests' KV", why, len(self._pins))
+            for request_id in list(self._pins):
+                self._asked.add(request_id)
+                # A deadline that has passed, for the worker.
+                self._reqs_need_send[request_id] = time.perf_counter()
+                if scheduler is not None and (request := scheduler.requests.get(request_id)) is not None:
+                    self._dropped.add(request_id)
+                    self._unpin(request_id)
+                    scheduler._free_blocks(request)
 
     def pause(self, is_paused: bool, scheduler: Scheduler) -> None:
         """The engine is paused, or goes on.
@@ -421,7 +650,10 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             self.forget("the engine is paused", scheduler)
 
     def _nixl_handshake_listener(self, encoded_data: dict[Any, Any], *args: Any) -> None:
-        super()._nixl_handshake_listener(Answers(encoded_data, self._epoch), *args)
+        super()._nixl_handshake_listener(Answers(encoded_data, self._epoch, self._is_leased), *args)
+
+    def _is_leased(self, lease: str) -> bool:
+        return lease in self._leases
 
     # -- what may it read?
 
@@ -448,6 +680,12 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         return first is None or first == request.request_id
 
     def _can_go(self, request: Request) -> bool:
+        if (
+            self._peers is not None
+            and self._peers.is_asked(request.request_id)
+            and (request.request_id not in self._matches)
+        ):
+            return False
         # vLLM gives what was read another status only when it comes to it, and it may stand behind others.
         return request.status == RequestStatus.WAITING or request.request_id in self._loaded
 
@@ -463,7 +701,9 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             return 0, False
         match: _Match | None = None
         with self._guarded(lambda: self._compute(request)):
-            if not self._is_next(request, num_computed_tokens):
+            if self._is_unanswered(request, params):
+                return None, False
+            if not self._is_next(request, num_computed_tokens) or self._asks_again(request, params):
                 return None, False  # vLLM asks again in its next step, and goes on to who comes behind
             if request.request_id in self._waiting and not self._may_go_on(request, params):
                 return None, False
@@ -481,6 +721,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             local = num_computed_tokens >= match.blocks * self._hash_block_size
             match.reason = "local_cache" if local else "below_threshold"
             match.whole = match.whole and local
+            with self._guarded():
+                self._end_lease(request, params)
         return count, load_async
 
     def _may_go_on(self, request: Request, params: dict[str, Any]) -> bool:
@@ -604,6 +846,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             match.read_tokens = external_tokens
         if is_read:
             match.allocated = now
+            self._reading.add(request.request_id)
         else:
             match.began, match.scheduled = now, self._scheduled
 
@@ -618,6 +861,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             }
         meta = super().build_connector_meta(scheduler_output)
         meta.carryback_sealed = sealed
+        meta.carryback_step = self._cache.step_begins() if self._cache is not None else 0
         meta.carryback_epoch_s = time.perf_counter() - self._epoch.began if self._epoch.began else None
         return meta
 
@@ -643,6 +887,10 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         for request_id in failed:
             if (match := self._matches.get(request_id)) is not None:
                 match.read_tokens, match.whole, match.reason = 0, False, "load_failed"
+        for request_id in self._reading.intersection((*received, *failed)):
+            self._reading.discard(request_id)
+            if self._peers is not None:
+                self._peers.end(request_id)
         self._loaded.update(request_id for request_id in (*received, *failed) if request_id in self._line)
         for request_id in received:
             if (match := self._matches.get(request_id)) is not None and match.read_tokens:
@@ -680,6 +928,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             return
         if (record_id := params.pop("_carryback_reads", None)) is not None:
             self._readers.pop(record_id, None)
+        if self._peers is not None and request.request_id not in self._reading:
+            self._end_lease(request, params)
         if (
             params.get("do_remote_decode")
             and params.get("remote_block_ids")
@@ -725,7 +975,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         is_prefill = bool(params.get("do_remote_decode"))
         hold_s = params.get("hold_s")
         if not isinstance(hold_s, int | float) or not math.isfinite(hold_s):
-            hold_s = self._kv_lease_duration if is_prefill else self.decoder_kv_blocks_ttl
+            # A decode engine holds for routers that ask it to; what it does not hold is found while it lies there.
+            hold_s = self._kv_lease_duration if is_prefill else 0.0
         blocks = [block for group in block_ids for block in group if block]
         full_blocks = self._full_blocks_held(request, is_prefill)
         # A decode engine's record is worth holding only for what a later prompt can read of it.
@@ -880,6 +1131,13 @@ class CarrybackWorker(NixlPullConnectorWorker):
         self._sealed: dict[str, Sealed] = {}
         self._to_confirm: dict[str, Future[float | None]] = {}
         self._voided = -math.inf
+        # Whoever has read under a lease says so to the scheduler's side; NIXL tells the worker's, too.
+        new_notifs = self.nixl_wrapper.get_new_notifs
+        prefix = LEASE.encode()
+        self.nixl_wrapper.get_new_notifs = lambda: {
+            agent: [each for each in notifs if not each.startswith(prefix)]
+            for agent, notifs in new_notifs().items()
+        }
 
     def shutdown(self) -> None:
         self._asker.close()
@@ -1032,7 +1290,9 @@ def _forget_remote(params: dict[str, Any], reason: str = "unverified") -> None:
 def _sealed_of(request: Request) -> Sealed:
     """What the record says that a request is about to read; the seal was verified."""
     seal = (request.kv_transfer_params or {}).get("carryback") or {}
-    return Sealed(str(seal.get("epoch")), float(seal.get("made", 0)))
+    name = str((request.kv_transfer_params or {}).get("remote_request_id"))
+    lease = name if name.startswith(LEASE) else ""
+    return Sealed(str(seal.get("epoch")), float(seal.get("made", 0)), lease)
 
 
 def _may_have_stopped(request: Request) -> bool:
@@ -1061,4 +1321,7 @@ def _report(request: Request, match: _Match | None) -> dict[str, Any]:
         "cached": match.cached_tokens,
         "recomputed": max(prompt - reused - match.cached_tokens, 0),
         "reason": match.reason,
+        "found": match.found,
+        "holder": match.holder,
+        "asked": match.asked,
     }

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,18 @@ import zmq
 from carryback.wire.curve import key_pair
 from carryback.wire.events import (
     MAX_FRAME_BYTES,
+    Command,
     Declined,
     Event,
+    Found,
+    Go,
     Held,
     Hello,
+    Leased,
     Prefilled,
     Released,
     ReleaseReason,
-    decode_go,
+    decode_command,
     encode,
 )
 from carryback.wire.events import about as encode_about
@@ -38,7 +42,7 @@ HELLO_INTERVAL_S = 0.5
 # Told by routers, and not taken yet by the requests that it is for: those may still be on their way. With the keys.
 MAX_TOLD_BYTES = 64 * 1024 * 1024
 MAX_TOLD = 10_000
-# How often, at most, the log says that a router sends what cannot be read.
+# How often, at most, the log says that somebody sends what cannot be read.
 COMPLAINT_INTERVAL_S = 60.0
 # After a fault the thread goes on so much later, doubled each time in a row.
 _FIRST_PAUSE_S = 0.01
@@ -73,6 +77,7 @@ class Publisher:
         secret: what engines and routers share; only who has it can subscribe. None: anybody can.
         about: what this engine is, for `wire.events.about_of`.
         guarded: the owner's, for the thread's own faults, and to tell routers how many there were.
+        on_command: called in the thread with each command that is no `Go`, and with None at least twice a second.
 
     Attributes:
         pinned: KV blocks held for absent readers now. The owner sets it before it announces a change.
@@ -91,6 +96,7 @@ class Publisher:
         secret: str | None = None,
         about: Mapping[str, Any] = {},
         guarded: Guard | None = None,
+        on_command: Callable[[Command | None], None] = lambda command: None,
     ) -> None:
         self.engine = engine
         self.pinned = 0
@@ -98,6 +104,7 @@ class Publisher:
         self._about = encode_about(about)
         self._capacity = capacity
         self._guarded = guarded or Guard()
+        self._on_command = on_command
         self._seq = self._sent = 0
         self._hello_due = self._complaint_due = -math.inf
         self._is_over = False
@@ -165,6 +172,14 @@ class Publisher:
         """Say that this engine computed a prompt itself instead of reading its KV."""
         self._put(Declined(self.engine, self._next(), key, reason))
 
+    def found(self, key: str, prompt_tokens: int, cached_tokens: int) -> None:
+        """Say what this engine has of a request's prompt; arguments as in `wire.events.Found`."""
+        self._put(Found(self.engine, self._next(), key, prompt_tokens, cached_tokens))
+
+    def leased(self, answer: Leased) -> None:
+        """Answer another engine's question."""
+        self._put(answer)
+
     def prefilled(self, key: str, params: bytes) -> None:
         """Say that a prompt has its first token; arguments as in `wire.events.Prefilled`."""
         self._put(Prefilled(self.engine, self._next(), key, params))
@@ -217,6 +232,7 @@ class Publisher:
                 is_paused=self.is_paused,
             )  # fmt: skip
             self._socket.send_multipart(encode(hello))
+            self._on_command(None)
             return
         ready = dict(poller.poll(math.ceil(wait * 1000)))
         if self._socket in ready:
@@ -228,19 +244,23 @@ class Publisher:
         if isinstance(event, _Stop):
             self._is_over = True
             return
-        self._sent = event.seq
+        if not isinstance(event, Leased):
+            self._sent = event.seq
         self._socket.send_multipart(encode(event))
 
     def _hear(self, frame: bytes) -> None:
         """A subscriber has sent something."""
         try:
-            go = decode_go(frame)
+            go = decode_command(frame)
         except Malformed as error:
             if (now := time.monotonic()) >= self._complaint_due:
                 self._complaint_due = now + COMPLAINT_INTERVAL_S
-                logger.error("carryback: from a router: %s", error)
+                logger.error("carryback: from a router or an engine: %s", error)
             return
         if go is None:
+            return
+        if not isinstance(go, Go):
+            self._on_command(go)
             return
         with self._lock:
             if go.key in self._told:

@@ -17,9 +17,10 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import zmq
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.carryback")
 
-# What is asked for over the side channel in the place of a rank's metadata.
-EPOCH = ("carryback_epoch", 0)
+# What is asked for over the side channel in the place of a rank's metadata, with the name of a lease or none.
+EPOCH = "carryback_epoch"
 # A holder that says nothing for so long is not waited for: what was read of it is computed instead.
 ASK_TIMEOUT_S = 3.0
 # Holders asked at a time. One answers in about a millisecond.
@@ -70,16 +71,24 @@ class Epoch:
 
 
 class Answers(dict[Any, Any]):
-    """What the side channel answers: the ranks' metadata, and the engine's epoch as it is then."""
+    """What the side channel answers: the ranks' metadata, and the engine's epoch as it is then.
 
-    def __init__(self, metadata: Mapping[Any, Any], epoch: Epoch) -> None:
+    Args:
+        is_leased: whether a lease, by its name, has not ended.
+    """
+
+    def __init__(self, metadata: Mapping[Any, Any], epoch: Epoch, is_leased: Callable[[str], bool]) -> None:
         super().__init__(metadata)
         self._epoch = epoch
+        self._is_leased = is_leased
 
-    def __missing__(self, key: object) -> bytes:
-        if key != EPOCH:
+    def __missing__(self, key: Any) -> bytes:
+        what, lease = key
+        if what != EPOCH:
             raise KeyError(key)
-        return self._epoch.name.encode()
+        # In this order: a lease that is there when the epoch has been read was there in that epoch.
+        name = self._epoch.name
+        return name.encode() if not lease or self._is_leased(lease) else b""
 
 
 @dataclass(frozen=True)
@@ -89,10 +98,12 @@ class Sealed:
     Attributes:
         epoch: its holder's, when it was made.
         made: when, on its holder's clock.
+        lease: the lease under which it may be read; empty if what it names is a request's.
     """
 
     epoch: str
     made: float
+    lease: str = ""
 
 
 class Asker:
@@ -118,7 +129,7 @@ class Asker:
             socket.setsockopt(zmq.RCVTIMEO, int(ASK_TIMEOUT_S * 1000))
             socket.connect(make_zmq_path("tcp", host, port))
             asked = time.perf_counter()
-            socket.send(msgspec.msgpack.encode((GET_META_MSG, *EPOCH)))
+            socket.send(msgspec.msgpack.encode((GET_META_MSG, EPOCH, sealed.lease)))
             # vLLM adds its clock to every answer, for the readers' deadlines.
             name, clock = socket.recv_multipart()
             now = msgspec.msgpack.decode(clock, type=float)
@@ -177,9 +188,20 @@ def fingerprint(path: str) -> str:
     return digest.hexdigest()
 
 
-@runtime_checkable
 class Forgets(Protocol):
-    """The scheduler's side of a connector that holds KV."""
+    """The scheduler's side of a connector that holds KV.
+
+    Attributes:
+        lock: held while vLLM's scheduler does anything, so that other threads can look up and keep blocks meanwhile.
+    """
+
+    lock: AbstractContextManager[Any]
+
+    def scheduling(self, scheduler: Scheduler, is_scheduling: bool) -> None:
+        """vLLM begins to schedule a step, or has scheduled it."""
+
+    def step_ended(self, output: Any) -> None:
+        """All workers have done the step with this `SchedulerOutput`."""
 
     def forget(self, why: str, scheduler: Scheduler | None = None, *, weights_changed: bool = False) -> None:
         """Void all that was made until now, and let go of it: at once, given vLLM's scheduler."""
@@ -192,8 +214,16 @@ ADAPTERS = Adapters()
 "Those of the engine whose scheduler runs in this process."
 
 
+# What vLLM's core calls of its scheduler, and what touches blocks. Besides, there are reads of one number.
+LOCKED = (
+    "add_request", "finish_requests", "update_draft_token_ids", "update_draft_token_ids_in_output", "make_stats",
+    "set_pause_state", "reset_prefix_cache",
+)  # fmt: skip
+
+
 def watch() -> None:
-    """Have vLLM's scheduler and core say what voids KV. Called again, does nothing.
+    """Have vLLM's scheduler and core say what voids KV and which steps have ended, and hold our lock meanwhile. Called
+    again, does nothing.
 
     Raises:
         AttributeError: this vLLM has not what is to be watched.
@@ -203,6 +233,10 @@ def watch() -> None:
 
     _before(Scheduler, "set_pause_state", _on_pause)
     _before(Scheduler, "reset_prefix_cache", _on_reset)
+    for name in LOCKED:
+        _around(Scheduler, name, _locked)
+    _around(Scheduler, "schedule", _scheduling)
+    _around(Scheduler, "update_from_output", _ended)
     _before(EngineCore, "collective_rpc", _on_rpc)
     _before(EngineCore, "add_lora", _on_adapter, failed=_on_no_weights)
     _before(EngineCore, "remove_lora", _on_no_adapter)
@@ -216,31 +250,67 @@ def _before(
     owner: type[Any], name: str, hook: Callable[..., None], *, failed: Callable[..., None] | None = None
 ) -> None:
     """Call a hook with a method's arguments each time before the method, and another if that raises."""
-    stock = getattr(owner, name)
-    if hasattr(stock, "carryback"):
-        return
 
-    @functools.wraps(stock)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(self: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             hook(self, *args, **kwargs)
         except Exception:
             # The epoch is over by then: what could not be let go of is not read, and goes when its time is over.
             logger.exception("carryback: %s: not all was let go of", name)
         try:
-            return stock(self, *args, **kwargs)
+            return stock(*args, **kwargs)
         except Exception:
             if failed is not None:
                 failed(self, *args, **kwargs)
             raise
 
-    method.carryback = True  # type: ignore[attr-defined]
+    _around(owner, name, around)
+
+
+def _around(owner: type[Any], name: str, around: Callable[..., Any]) -> None:
+    """Have a method called by `around`, which gets the object, the method and the arguments; each `around` once."""
+    stock = getattr(owner, name)
+    done = getattr(stock, "carryback", ())
+    if getattr(around, "__qualname__", "") in done:
+        return
+
+    @functools.wraps(stock)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(self, functools.partial(stock, self), *args, **kwargs)
+
+    method.carryback = (*done, around.__qualname__)  # type: ignore[attr-defined]
     setattr(owner, name, method)
 
 
+def _locked(scheduler: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    holder = _holder(scheduler)
+    with holder.lock if holder is not None else nullcontext():
+        return stock(*args, **kwargs)
+
+
+def _scheduling(scheduler: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if (holder := _holder(scheduler)) is None:
+        return stock(*args, **kwargs)
+    with holder.lock:
+        holder.scheduling(scheduler, True)
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            holder.scheduling(scheduler, False)
+
+
+def _ended(scheduler: Any, stock: Callable[..., Any], output: Any, *args: Any, **kwargs: Any) -> Any:
+    if (holder := _holder(scheduler)) is None:
+        return stock(output, *args, **kwargs)
+    with holder.lock:
+        holder.step_ended(output)
+        return stock(output, *args, **kwargs)
+
+
 def _holder(scheduler: Any) -> Forgets | None:
-    side = getattr(getattr(scheduler, "connector", None), "connector_scheduler", None)
-    return side if isinstance(side, Forgets) else None
+    # (`isinstance` of a protocol takes longer than all else here, and this is called several times a step.)
+    side: Forgets | None = getattr(getattr(scheduler, "connector", None), "connector_scheduler", None)
+    return side if hasattr(side, "step_ended") else None
 
 
 def _on_pause(scheduler: Any, pause_state: PauseState) -> None:

@@ -1,7 +1,7 @@
 """A real prefill engine and a real decode engine with real NIXL between them, and a client.
 
-Both run the tiny model, without prefix caching: what an answer was computed from is then what the test
-made it be, and KV that was loaded wrongly cannot hide in a cache or outlive its test there.
+Both run the tiny model. The prefill engine has no prefix cache: what it did not read it computes, so KV that was loaded
+wrongly cannot hide in a cache or outlive its test there. The decode engine has one: that is what is read back.
 """
 
 from __future__ import annotations
@@ -263,7 +263,11 @@ def commands_for(model_path: Path, *args: str, **settings: Any) -> list[EngineCo
     )
     numbers = free_ports(6)
     ports = {"prefill": Ports(*numbers[:3]), "decode": Ports(*numbers[3:])}
-    return engine_commands(config, device="cpu", model_path=str(model_path), ports=ports, key=KEY)
+    commands = engine_commands(config, device="cpu", model_path=str(model_path), ports=ports, key=KEY)
+    for command in commands:
+        if command.role == "decode" and "--enable-prefix-caching" not in args:
+            command.argv.append("--enable-prefix-caching")
+    return commands
 
 
 async def serve(folder: Path) -> None:

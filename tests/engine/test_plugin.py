@@ -67,7 +67,7 @@ class Engines:
 
     async def go(self, key: str, params: dict[str, Any]) -> None:
         """Tell a request that waits at the decode engine how it goes on."""
-        await self._sockets["decode"].send(events.encode_go(events.Go(key, json.dumps(params).encode())))
+        await self._sockets["decode"].send(events.encode_command(events.Go(key, json.dumps(params).encode())))
 
     async def next(self, role: str, kind: type[Any]) -> Any:
         """The next event of a kind from an engine."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq
 from carryback.wire.curve import key_pair
-from carryback.wire.events import Event, Hello, about, decode_go, encode
+from carryback.wire.events import Event, Hello, about, decode_command, encode
 
 HELLO_INTERVAL_S = 0.5
 
@@ -90,7 +90,7 @@ class Publisher:
     def _hear(self) -> None:
         with suppress(zmq.Again):
             while True:
-                go = decode_go(self._socket.recv(zmq.NOBLOCK))
+                go = decode_command(self._socket.recv(zmq.NOBLOCK))
                 if go is not None and not self.deaf and not self.of(go.key).done():
                     self.of(go.key).set_result(go.params)
 

@@ -631,7 +631,7 @@ def test_usage_says_what_the_router_said(
         router.setsockopt(zmq.LINGER, 0)
         router.connect(f"tcp://127.0.0.1:{port}")
         if waits:
-            router.send(events.encode_go(events.Go("key", json.dumps(bill).encode())))
+            router.send(events.encode_command(events.Go("key", json.dumps(bill).encode())))
         engine.next(events.Held, step=True)
     assert request.is_finished()
     assert [(stats.num_cached_tokens, stats.num_cache_creation_tokens) for stats in taken] == [(billed, 0)]
@@ -652,7 +652,7 @@ def test_who_waits_is_told_where_kv_is_and_nothing_else(start: Callable[..., Eng
     with zmq.Context() as context, context.socket(zmq.XSUB) as router:
         router.setsockopt(zmq.LINGER, 0)
         router.connect(f"tcp://127.0.0.1:{port}")
-        router.send(events.encode_go(events.Go("key", json.dumps(params).encode())))
+        router.send(events.encode_command(events.Go("key", json.dumps(params).encode())))
         held = engine.next(events.Held, step=True)
     assert request.is_finished()
     assert (held.key, held.blocks) == ("key", 5)

@@ -132,13 +132,13 @@ def test_a_waiting_request_is_told_once_what_a_router_said(address: str, secret:
         assert engine.told("a") is None
         router.send(b"\x02what is this")
         for _ in range(2):
-            router.send(events.encode_go(events.Go("a", b'{"a":1}')))
-        router.send(events.encode_go(events.Go("b", b"{}")))
+            router.send(events.encode_command(events.Go("a", b'{"a":1}')))
+        router.send(events.encode_command(events.Go("b", b"{}")))
         assert told(engine, "b") == b"{}"
         assert told(engine, "a") == b'{"a":1}'
         assert engine.told("a") is None
-        router.send(events.encode_go(events.Go("a", b"again")))
-        router.send(events.encode_go(events.Go("c", b"{}")))
+        router.send(events.encode_command(events.Go("a", b"again")))
+        router.send(events.encode_command(events.Go("c", b"{}")))
         assert told(engine, "c") == b"{}"
         assert engine.told("a") is None
 
@@ -150,7 +150,7 @@ def test_what_nobody_takes_does_not_pile_up(address: str) -> None:
         router.connect(address)
         piece = bytes(MAX_TOLD_BYTES // 10)
         for number in range(30):
-            router.send(events.encode_go(events.Go(str(number), piece)))
+            router.send(events.encode_command(events.Go(str(number), piece)))
         assert told(engine, "29") == piece
         assert [engine.told(str(number)) for number in range(20)] == [None] * 20
 
@@ -164,7 +164,7 @@ def test_keys_do_not_pile_up_either(address: str) -> None:
         long = msgspec.msgpack.encode({"type": "go", "key": "k" * 1_000_000, "params": b""})
         for _ in range(10):
             router.send(b"\x02" + bytes([events.VERSION]) + long)
-        router.send(events.encode_go(events.Go("last", b"{}")))
+        router.send(events.encode_command(events.Go("last", b"{}")))
         assert told(engine, "last") == b"{}"
         assert engine._told_bytes < 1000
 
@@ -177,12 +177,12 @@ def test_a_frame_that_is_too_long_costs_its_sender_the_connection(address: str) 
             router.connect(address)
             router.send(b"\x01" + events.HELLO_TOPIC)
             assert router.poll(WITHIN_MS)
-            router.send(events.encode_go(events.Go("a", bytes(events.MAX_FRAME_BYTES))))
-            router.send(events.encode_go(events.Go("b", b"{}")))
+            router.send(events.encode_command(events.Go("a", bytes(events.MAX_FRAME_BYTES))))
+            router.send(events.encode_command(events.Go("b", b"{}")))
         with context.socket(zmq.XSUB) as router:
             router.setsockopt(zmq.LINGER, 0)
             router.connect(address)
-            router.send(events.encode_go(events.Go("c", b"{}")))
+            router.send(events.encode_command(events.Go("c", b"{}")))
             assert told(engine, "c") == b"{}"
         assert engine.told("a") is engine.told("b") is None
 
@@ -201,7 +201,7 @@ def test_nothing_that_a_router_sends_ends_the_events(address: str, frame: bytes)
         router.setsockopt(zmq.LINGER, 0)
         router.connect(address)
         router.send(frame)
-        router.send(events.encode_go(events.Go("a", b"{}")))
+        router.send(events.encode_command(events.Go("a", b"{}")))
         assert told(engine, "a") == b"{}"
 
 
@@ -221,7 +221,7 @@ def test_the_events_go_on_after_a_fault_and_say_how_many_there_were(
         router.setsockopt(zmq.LINGER, 0)
         router.connect(address)
         for number in range(4):
-            router.send(events.encode_go(events.Go(str(number), b"{}")))
+            router.send(events.encode_command(events.Go(str(number), b"{}")))
         assert told(engine, "3") == b"{}"
         assert engine.told("0") is None
         listener = subscribe(router="key")

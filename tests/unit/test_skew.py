@@ -127,9 +127,9 @@ def test_events_of_today_are_read_by_0_1(event: events.Event) -> None:
 
 def test_what_a_router_tells_is_the_same_in_0_1() -> None:
     recorded = RECORDED["go"]
-    go = events.decode_go(raw(recorded["frame"]))
+    go = events.decode_command(raw(recorded["frame"]))
     assert go == events.Go(recorded["key"], recorded["params"].encode())
-    frame = events.encode_go(go)
+    frame = events.encode_command(go)
     assert frame[:2] == raw(recorded["frame"])[:2]
     assert msgspec.msgpack.decode(frame[2:], type=Go) == Go(recorded["key"], recorded["params"].encode())
 
@@ -143,10 +143,10 @@ def test_why_kv_was_let_go_of_may_be_new_but_never_goes_unheard() -> None:
 @pytest.mark.parametrize("version", [events.VERSION - 1, events.VERSION + 1])
 def test_another_version_is_refused_in_both_directions(version: int) -> None:
     _, payload = events.encode(TODAY[0])
-    frame = events.encode_go(events.Go("k", b"{}"))
+    frame = events.encode_command(events.Go("k", b"{}"))
     for read, other in (
         (events.decode, bytes([version]) + payload[1:]),
-        (events.decode_go, frame[:1] + bytes([version]) + frame[2:]),
+        (events.decode_command, frame[:1] + bytes([version]) + frame[2:]),
     ):
         with pytest.raises(
             ValueError, match=f"version {version}; this is {events.VERSION}.*releases of carryback"

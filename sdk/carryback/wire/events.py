@@ -168,8 +168,9 @@ class Leased(msgspec.Struct, tag="leased", frozen=True):
     reason: str = ""
 
 
-Told = Held | Released | Declined | Prefilled | Found | Leased
-Event = Hello | Told
+Told = Held | Released | Declined | Prefilled | Found
+"What a router hears of its requests."
+Event = Hello | Told | Leased
 
 Key = Annotated[str, msgspec.Meta(max_length=MAX_KEY_LENGTH)]
 
