@@ -81,6 +81,7 @@ class Publisher:
 
     Attributes:
         pinned: KV blocks held for absent readers now. The owner sets it before it announces a change.
+        leased: KV blocks that prefill engines are reading now, likewise.
         is_paused: the engine computes nothing until it is told to go on. The owner sets it.
 
     Raises:
@@ -99,7 +100,7 @@ class Publisher:
         on_command: Callable[[Command | None], None] = lambda command: None,
     ) -> None:
         self.engine = engine
-        self.pinned = 0
+        self.pinned = self.leased = 0
         self.is_paused = False
         self._about = encode_about(about)
         self._capacity = capacity
@@ -145,24 +146,9 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="carryback-events", daemon=True)
         self._thread.start()
 
-    def held(
-        self,
-        key: str,
-        request: str,
-        tokens: int,
-        blocks: int,
-        hold_s: float,
-        record: bytes,
-        digests: bytes,
-        generated: int,
-    ) -> None:
-        """Announce a finished request's KV; arguments as in `wire.events.Held`."""
-        self._put(
-            Held(
-                self.engine, self._next(), key, request, tokens, blocks, hold_s, record, digests,
-                self.pinned, generated,
-            )
-        )  # fmt: skip
+    def held(self, key: str, *, tokens: int, blocks: int, hold_s: float, tip: bytes, generated: int) -> None:
+        """Announce what a request has left; arguments as in `wire.events.Held`."""
+        self._put(Held(self.engine, self._next(), key, tokens, blocks, hold_s, tip, self.pinned, generated))
 
     def released(self, key: str, reason: ReleaseReason) -> None:
         """Take an announcement back."""
@@ -176,7 +162,7 @@ class Publisher:
         """Say what this engine has of a request's prompt; arguments as in `wire.events.Found`."""
         self._put(Found(self.engine, self._next(), key, prompt_tokens, cached_tokens))
 
-    def leased(self, answer: Leased) -> None:
+    def answer(self, answer: Leased) -> None:
         """Answer another engine's question."""
         self._put(answer)
 
@@ -194,6 +180,10 @@ class Publisher:
                 self._told[key] = None
                 self._told_bytes -= len(params)
             return params
+
+    def is_told(self, key: str) -> bool:
+        """Whether a router has told the waiting request with this key how it goes on."""
+        return self._told.get(key) is not None
 
     def close(self) -> None:
         """End the thread and close the socket."""
@@ -229,7 +219,7 @@ class Publisher:
             hello = Hello(
                 self.engine, self._sent, self.pinned, self._capacity,
                 takes_go=True, about=self._about, time_ns=time.time_ns(), faults=self._guarded.failures,
-                is_paused=self.is_paused,
+                is_paused=self.is_paused, leased=self.leased,
             )  # fmt: skip
             self._socket.send_multipart(encode(hello))
             self._on_command(None)

@@ -203,10 +203,10 @@ class Forgets(Protocol):
     def step_ended(self, output: Any) -> None:
         """All workers have done the step with this `SchedulerOutput`."""
 
-    def forget(self, why: str, scheduler: Scheduler | None = None, *, weights_changed: bool = False) -> None:
-        """Void all that was made until now, and let go of it: at once, given vLLM's scheduler."""
+    def forget(self, why: str, *, weights_changed: bool = False) -> None:
+        """Void all that was made until now, and let go of it."""
 
-    def pause(self, is_paused: bool, scheduler: Scheduler) -> None:
+    def pause(self, is_paused: bool) -> None:
         """The engine is paused, or goes on."""
 
 
@@ -315,18 +315,18 @@ def _holder(scheduler: Any) -> Forgets | None:
 
 def _on_pause(scheduler: Any, pause_state: PauseState) -> None:
     if (holder := _holder(scheduler)) is not None:
-        holder.pause(pause_state.name != "UNPAUSED", scheduler)
+        holder.pause(pause_state.name != "UNPAUSED")
 
 
 def _on_reset(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     if (holder := _holder(scheduler)) is not None:
-        holder.forget("the prefix cache is reset", scheduler)
+        holder.forget("the prefix cache is reset")
 
 
 def _on_rpc(core: Any, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     name = method if isinstance(method, str) else getattr(method, "__name__", "?")
     if name not in HARMLESS_RPCS and (holder := _holder(core.scheduler)) is not None:
-        holder.forget(f"{name} may change the weights", core.scheduler, weights_changed=True)
+        holder.forget(f"{name} may change the weights", weights_changed=True)
 
 
 def _on_adapter(core: Any, lora_request: Any) -> None:
@@ -346,7 +346,7 @@ def _on_no_adapter(core: Any, lora_id: int) -> None:
 def _replaced(core: Any, adapter_id: int, why: str) -> None:
     scheduler = core.scheduler
     if (holder := _holder(scheduler)) is not None:
-        holder.forget(why, scheduler)
+        holder.forget(why)
     # Those that wait were hashed when they came. What has begun has mixed KV, and hashes that nobody else's equal.
     for request in scheduler.requests.values():
         if (

@@ -9,9 +9,10 @@ tensor-parallel step needs every rank's attention in the last layer, and so ever
 
 from __future__ import annotations
 
+import functools
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,11 +48,18 @@ class PrefixCache:
     """vLLM's prefix cache, without what is not computed yet. All calls under the scheduler's lock.
 
     Args:
-        manager: of the scheduler in this process. Its pools are watched from now on: nothing may be cached yet.
+        manager: of the scheduler in this process. Its pool is watched from now on: nothing may be cached yet.
+        is_held_back: whether a request that waits is not scheduled in this step. vLLM looks up what it has of each
+            request that waits, in each step; of those it does not.
+
+    Attributes:
+        skipped: the request that was not looked up last.
     """
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(self, manager: KVCacheManager, is_held_back: Callable[[Request], bool]) -> None:
         self._manager = manager
+        self._is_held_back = is_held_back
+        self.skipped = ""
         managers = manager.coordinator.single_type_managers
         self._block_sizes = [each.block_size for each in managers]
         pool = manager.block_pool
@@ -62,6 +70,9 @@ class PrefixCache:
         self._begun = self._ended = 0
         self._is_scheduling = False
         self._watch(pool)
+        for name in ("get_computed_blocks", "get_computed_blocks_for_connector"):
+            if hasattr(manager, name):
+                setattr(manager, name, functools.partial(self._look_up, getattr(manager, name)))
 
     @property
     def is_on(self) -> bool:
@@ -81,15 +92,16 @@ class PrefixCache:
         """All workers have done a step, and all before it."""
         self._ended = max(self._ended, number)
 
-    def find(self, hashes: Sequence[bytes], max_tokens: int) -> Found:
+    def find(self, hashes: Sequence[bytes], max_tokens: int, *, is_settled: bool = True) -> Found:
         """The longest beginning of a prompt, of at most so many tokens, whose KV is there.
 
         Args:
             hashes: of the prompt's full blocks.
+            is_settled: not what will be there only when the steps under way have ended.
         """
         while True:
             groups, tokens, *_ = self._manager.coordinator.find_longest_cache_hit(list(hashes), max_tokens)
-            settled = self._settled(groups, tokens)
+            settled = self._settled(groups, tokens) if is_settled else tokens
             if settled == tokens:
                 return Found(tokens, groups, self._oldest(groups))
             max_tokens = settled
@@ -111,6 +123,16 @@ class PrefixCache:
     def free(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Undo `touch`. The last ones are overwritten first."""
         self._manager.block_pool.free_blocks(reversed(blocks))
+
+    def _look_up(self, look_up: Callable[[Request], Any], request: Request) -> Any:
+        if request.skip_reading_prefix_cache or not self._is_held_back(request):
+            return look_up(request)
+        self.skipped = request.request_id
+        request.skip_reading_prefix_cache = True
+        try:
+            return look_up(request)
+        finally:
+            request.skip_reading_prefix_cache = False
 
     def _settled(self, groups: Sequence[Sequence[KVCacheBlock]], tokens: int) -> int:
         for group, size in zip(groups, self._block_sizes, strict=True):

@@ -31,7 +31,7 @@ from carryback.wire.events import (
 from carryback.wire.outside import Malformed
 
 from carryback_vllm.guard import Guard
-from carryback_vllm.leases import PREFIX
+from carryback_vllm.holds import LEASE
 
 # How long a prompt waits for answers, in seconds. One comes within a few milliseconds, or the engine is in trouble.
 TIMEOUT_S = 1.0
@@ -133,7 +133,7 @@ class Peers:
             asked = [
                 each for each in dict.fromkeys(addresses) if not self._is_left_out(each, now)
             ] if joined else []  # fmt: skip
-            leases = {f"{PREFIX}{secrets.token_hex(12)}": each for each in asked}
+            leases = {f"{LEASE}{secrets.token_hex(12)}": each for each in asked}
             self._questions[request] = Question(leases, now + self._timeout_s, set(asked))
             self._by_lease.update(dict.fromkeys(leases, request))
         for lease, address in leases.items():

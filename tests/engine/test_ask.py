@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -40,7 +38,9 @@ class Hops:
             assert response.status == 200, await response.text()
             return await response.json()
 
-    async def prefill(self, prompt: str, *, ask: bool = True, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def prefill(
+        self, prompt: str, *, ask: bool = True, **fields: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """The prefill hop: what the decode engine is to be given, and what was reused."""
         answer = await self.post(
             "prefill", {"prompt": prompt, "max_tokens": 1, **fields},
@@ -51,7 +51,9 @@ class Hops:
         answer["kv_transfer_params"].pop("carryback_work", None)
         return answer["kv_transfer_params"], report
 
-    async def complete(self, prompt: str, *, ask: bool = True, tokens: int = 16, **fields: Any) -> tuple[Any, dict[str, Any]]:
+    async def complete(
+        self, prompt: str, *, ask: bool = True, tokens: int = 16, **fields: Any
+    ) -> tuple[Any, dict[str, Any]]:
         """Both hops: the answer's choice, and what was reused."""
         params, report = await self.prefill(prompt, ask=ask, **fields)
         answer = await self.post("decode", {"prompt": prompt, "max_tokens": tokens, **fields}, **params)
@@ -94,7 +96,7 @@ async def test_what_the_decode_engine_has_is_read_whatever_it_is_called(hops: Ho
     own = salt()
     first = document(1, 40)
     choice, report = await hops.complete(first, cache_salt=own)
-    assert (report["tokens"], report["reason"], report["asked"]) == (0, "nothing", 1)
+    assert (report["tokens"], report["reason"], report["asked"]) == (0, "new", 1)
     history = first + choice["text"]
     for prompt, shared in (
         (f"{history} {document(2, 3)}", history),
@@ -109,7 +111,7 @@ async def test_what_the_decode_engine_has_is_read_whatever_it_is_called(hops: Ho
         tokens = await count(hops, shared)
         assert tokens // BLOCK * BLOCK - BLOCK <= report["tokens"] == report["found"], (report, tokens)
         assert report["outcome"] == "hit"
-    other, report = await hops.complete(history, cache_salt=salt())
+    _, report = await hops.complete(history, cache_salt=salt())
     assert report["tokens"] == 0
 
 

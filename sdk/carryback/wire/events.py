@@ -48,6 +48,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
         time_ns: the engine's wall clock, in nanoseconds since 1970; 0 from engines that do not say.
         faults: exceptions of the plug-in's own code since the engine's start; it went on without.
         is_paused: it is well, and computes nothing until an operator has it go on (`/pause`, `/sleep`).
+        leased: KV blocks under prefill engines' leases now.
     """
 
     engine: str
@@ -59,6 +60,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     time_ns: int = 0
     faults: int = 0
     is_paused: bool = False
+    leased: int = 0
 
 
 class Held(msgspec.Struct, tag="held", frozen=True):
