@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import sys
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +17,8 @@ import pytest_asyncio
 import zmq
 import zmq.asyncio
 from carryback.wire import events
+from carryback_server.launch import EngineCommand
+from carryback_server.supervisor import Engines
 from pair import BLOCK, NAME, Pair, document
 
 WITHIN_S = 60
@@ -18,11 +26,18 @@ COMPLETIONS = "/v1/completions"
 
 
 class Hops:
-    """Both hops of a completion, by hand."""
+    """Both hops of a completion, by hand.
 
-    def __init__(self, pair: Pair) -> None:
+    Args:
+        decode: the decode engine; the pair's if none is given.
+    """
+
+    def __init__(self, pair: Pair, decode: EngineCommand | None = None) -> None:
         self.pair = pair
-        self.address = next(each.events for each in pair.commands if each.role == "decode")
+        self.urls = {
+            each.role: each.url for each in (*pair.commands, *([decode] if decode is not None else []))
+        }
+        self.address = (decode or next(each for each in pair.commands if each.role == "decode")).events
         self._context = zmq.asyncio.Context()
         self._events = self._context.socket(zmq.XSUB)
         self._events.connect(self.address)
@@ -34,7 +49,7 @@ class Hops:
     async def post(self, role: str, body: dict[str, Any], **params: Any) -> Any:
         """A completion at one engine; its answer."""
         body = {"model": NAME, "temperature": 0, "logprobs": 5, **body, "kv_transfer_params": params}
-        async with self.pair.session.post(self.pair.url(role) + COMPLETIONS, json=body) as response:
+        async with self.pair.session.post(self.urls[role] + COMPLETIONS, json=body) as response:
             assert response.status == 200, await response.text()
             return await response.json()
 
@@ -49,6 +64,7 @@ class Hops:
         )  # fmt: skip
         report = answer["kv_transfer_params"].pop("carryback_reuse")
         answer["kv_transfer_params"].pop("carryback_work", None)
+        report["choice"] = answer["choices"][0]
         return answer["kv_transfer_params"], report
 
     async def complete(
@@ -121,3 +137,84 @@ async def count(hops: Hops, prompt: str) -> int:
         hops.pair.url("decode") + "/tokenize", json={"model": NAME, "prompt": prompt}
     ) as response:
         return len((await response.json())["tokens"])
+
+
+@asynccontextmanager
+async def slow_engine(pair: Pair, folder: Path, connector: str, *args: str) -> AsyncIterator[Hops]:
+    """A decode engine of `unsettled.py`, which takes an example's time for each step, beside the pair."""
+    like = pair.another(
+        "decode", connector, *args, env={"PYTHONPATH": ":".join([str(Path(__file__).parent), *sys.path])}
+    )
+    argv = [
+        word.replace("carryback_vllm.connector", "unsettled").replace("CarrybackConnector", connector)
+        for word in like.argv
+    ]
+    command = replace(like, argv=argv)
+    async with Engines([command], log_dir=folder) as engines:
+        await engines.wait_ready()
+        hops = Hops(pair, command)
+        try:
+            yield hops
+        finally:
+            hops.close()
+
+
+async def wrong_reads(hops: Hops) -> tuple[int, int]:
+    """Ask all through a long prompt at the decode engine, and through its decoding: reads, and wrong ones of them."""
+    own = salt()
+    prompt = document(7, 70)
+    said: list[str] = []
+
+    async def stream() -> None:
+        body = {
+            "model": NAME, "prompt": prompt, "temperature": 0, "max_tokens": 40, "min_tokens": 40,
+            "ignore_eos": True, "stream": True, "cache_salt": own,
+        }  # fmt: skip
+        async with hops.pair.session.post(hops.urls["decode"] + COMPLETIONS, json=body) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    said.append(json.loads(line[6:])["choices"][0]["text"])
+
+    reads: list[tuple[str, dict[str, Any]]] = []
+    streaming = asyncio.create_task(stream())
+    while not streaming.done():
+        # A little more than is there: what is asked for ends in what is being computed.
+        text = (
+            prompt + "".join(said) + " and so on"
+            if said
+            else prompt[: len(prompt) * (len(reads) % 4 + 1) // 4]
+        )
+        _, report = await hops.prefill(text, cache_salt=own)
+        reads.append((text, report))
+    await streaming
+    read = [each for each in reads if each[1]["tokens"]]
+    wrong = 0
+    for text, report in read:
+        _, alone = await hops.prefill(text, ask=False, cache_salt=own)
+        (got,), (right,) = (each["choice"]["logprobs"]["top_logprobs"] for each in (report, alone))
+        is_same = got.keys() == right.keys() and all(abs(got[each] - right[each]) < 0.001 for each in got)
+        wrong += not is_same
+    return len(read), wrong
+
+
+@pytest.mark.parametrize(
+    ("ranks", "scheduling"),
+    [("1", "--no-async-scheduling"), ("2", "--async-scheduling")],
+    ids=["sync", "async-tp2"],
+)
+async def test_nothing_is_read_before_it_is_written(
+    pair: Pair, tmp_path: Path, ranks: str, scheduling: str
+) -> None:
+    args = (scheduling, "--max-num-batched-tokens", "512", "--tensor-parallel-size", ranks)
+    async with slow_engine(pair, tmp_path, "SlowConnector", *args) as hops:
+        reads, wrong = await wrong_reads(hops)
+    assert reads > 5
+    assert wrong == 0
+
+
+async def test_the_check_fails_where_hashes_are_trusted(pair: Pair, tmp_path: Path) -> None:
+    args = ("--async-scheduling", "--max-num-batched-tokens", "512")
+    async with slow_engine(pair, tmp_path, "UnsettledConnector", *args) as hops:
+        _, wrong = await wrong_reads(hops)
+    assert wrong > 0
