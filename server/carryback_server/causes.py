@@ -8,10 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
-from carryback_server.said import Answered, Asked, Call, Said, joined
+from carryback_server.said import Answered, Asked, Call, Said, first_answer
+
+T = TypeVar("T", str, bytes)
 
 # How far a word is followed from where two texts differ.
 _WORD = 64
@@ -30,7 +34,8 @@ _MONTH = re.compile(r"\b(?i:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z
 _PROMPTS = ("prompt", "tokens")
 _SYSTEM = ("system", "developer")
 _THINKING = re.compile(r"(?i)</?(?:think|thinking|thought|reasoning)\b|\[/?THINK\]|<\|channel\|>")
-# Messages that are looked at to find where a history goes on.
+_DECODER = json.JSONDecoder()
+# Messages, or pieces of JSON in a prompt, that are looked at to find one.
 _LOOK = 1000
 
 
@@ -75,55 +80,37 @@ def renamed(hint: str, before: str) -> Cause:
     )
 
 
-# By the words of docs/router.md.
+# What each of `wire.ENGINE_REASONS` and `wire.ROUTER_REASONS` means.
 REASONS = {
-    "verified": Reason("The prompt starts with what was held."),
-    "history_changed": Reason("The prompt left what was held: only what comes before was reused."),
+    "verified": Reason("All that was left of the prompt's beginning was reused."),
+    "history_changed": Reason("The prompt does not begin with all that the conversation's last request left."),
+    "overwritten": Reason(
+        "The prompt begins with all that the conversation's last request left, and some of it is gone: other requests "
+        "have overwritten it, or the engine was reset.",
+        "Protect more of it for longer (hold_s, hold_mid_turn_s, pin_budget, a tenant's pin_share), or give the decode "
+        "engines more KV cache.",
+    ),
+    "new": Reason("It is the conversation's first request, and no decode engine had the prompt's beginning."),
     "local_cache": Reason("The prefill engine's own prefix cache had it all already: that is reuse, too."),
     "below_threshold": Reason(
         "There was less to read than kv_recompute_threshold tokens, and computing them is quicker.",
-        "Nothing, for short histories. Else lower kv_recompute_threshold in the prefill engine.",
+        "Nothing, for short histories. Else lower kv_recompute_threshold.",
     ),
-    "too_short": Reason("The prompt, or what was held, has no full block of KV."),
-    "new": Reason("It is the conversation's first request: there was nothing to reuse yet."),
-    "no_record": Reason(
-        "Nothing was held: the last answer was cut off, or was not to be held (hold_s, "
-        "X-Conversation-End, X-Carryback-Reuse: off).",
-        "Read answers to their end. If none was cut off, see that hold_s is not 0 and that the engines' events "
-        "reach the router (GET /admin/engines).",
+    "too_short": Reason("The prompt fills no block of KV."),
+    "off": Reason("The request asked for no reuse: X-Carryback-Reuse: off.", "Leave the header out."),
+    "no_answer": Reason(
+        "No decode engine said in time what it had.",
+        "See that the prefill engine reaches the decode engines' events addresses (GET /admin/engines); raise "
+        "carryback_ask_timeout_s if they answer late.",
     ),
-    "in_use": Reason(
-        "Another request of the same conversation had not ended, and has what was held.",
-        "Requests that run at the same time need conversations of their own: name the branch, and its parent "
-        "in X-Conversation-Parent.",
-    ),
-    "expired": Reason(
-        "It was held for its time, and the conversation came back later.",
-        "Raise hold_s, or hold_mid_turn_s if a tool takes long (hold_first_s for a first request without an id).",
-    ),
-    "evicted": Reason(
-        "It was let go of early: more was held than pin_budget, or than the tenant's pin_share.",
-        "Raise pin_budget or the share, give the decode engines more KV cache, or end conversations that are "
-        "over (X-Conversation-End).",
-    ),
-    "released": Reason(
-        "The decode engine let go of it: it was asked to, or was reset or paused, or its weights were changed.",
-        "See the decode engine's log, which says why it let go.",
-    ),
-    "deleted": Reason("The conversation was deleted while the request ran."),
-    "event_missing": Reason(
-        "The decode engine had not said in time what it holds.",
-        "See that its events reach the router (GET /admin/engines, carryback_held_events_missing_total); raise "
-        "held_event_wait_s if they come late.",
+    "paused": Reason("The decode engine that had it was paused.", "Resume it (POST /resume)."),
+    "too_many_leases": Reason(
+        "So much of the decode engine's KV was being read that it would lend no more.",
+        "Nothing, if it is rare. Else give the decode engines more KV cache.",
     ),
     "engine_lost": Reason(
-        "The decode engine that held it is gone or was started anew.", "See why the engine went: its log."
-    ),
-    "state_unavailable": Reason("Redis did not answer in time.", "See Redis, and state_timeout_s."),
-    "state_lost": Reason("Redis was started anew, so its records are void.", "See why Redis restarted."),
-    "off": Reason("The request asked for no reuse: X-Carryback-Reuse: off.", "Leave the header out."),
-    "no_conversation": Reason(
-        "The request has no conversation: no id, and none could be inferred.", "Send X-Conversation-ID."
+        "The decode engine that had the conversation is gone or was started anew, and no other had as much.",
+        "See why the engine went: its log.",
     ),
     "several_answers": Reason(
         "It asked for several answers, which the decode engine does alone.", "Ask for one (n, best_of, beams)."
@@ -140,29 +127,19 @@ REASONS = {
         "what was read is void, since an engine was reset meanwhile.",
     ),
     "plugin_failed": Reason(
-        "The plug-in of the prefill engine failed, which is a fault of carryback; the engine computed instead.",
-        "The prefill engine's log has the traceback: please report it.",
-    ),
-    "window_gone": Reason(
-        "The prompt left what was held before its end, and the model's sliding windows there need KV that the "
-        "decode engine had let go of.",
-        "Start both engines with --disable-hybrid-kv-cache-manager: they keep all of it then, which takes more "
-        "memory.",
+        "The engines' plug-in failed, which is a fault of carryback; the prefill engine computed instead.",
+        "The engine's log has the traceback: please report it.",
     ),
     "layouts_differ": Reason(
         "The two engines' block sizes, KV cache groups or tensor parallel sizes do not go together.",
         "Start both with the same settings.",
     ),
-    "unsupported_layout": Reason(
-        "The model's KV cache cannot be cut at a block (Mamba, linear attention), so nothing is reused of it."
-    ),
+    "unsupported_layout": Reason("The connector cannot read such a model's KV cache back, so none of it is reused."),
     "unverified": Reason(
-        "The record has no valid seal: the engines have different keys, or releases of carryback that seal "
-        "differently.",
+        "What the decode engine offered has no valid seal: the engines have different keys, or releases of carryback "
+        "that seal differently.",
         "Give all engines the same CARRYBACK_KEY and the same release; the prefill engine's log says which.",
     ),
-    "spent": Reason("The prefill engine was given the record before.", "Report it: a router never does that."),
-    "withdrawn": Reason("The record had been taken back.", "Report it: a router never does that."),
     "prefill_failed": Reason(
         "No prefill engine answered, so the decode engine did it all.", "See the prefill engines' logs."
     ),
@@ -185,10 +162,13 @@ _RENDERED_ANEW = (
 )
 
 
-def differences(old: Asked, new: Asked) -> list[Cause]:
+def differences(old: Asked, new: Asked, answer: Answered | None = None) -> list[Cause]:
     """What of the older request is not the same in the newer one, in the order in which prompts are rendered.
 
     Of the messages, the first difference alone: what comes after it is not reused anyway.
+
+    Args:
+        answer: to the older request, if it is known.
     """
     found = []
     for name, before, after in (("model", old.model, new.model), ("cache_salt", old.salt, new.salt)):
@@ -203,7 +183,9 @@ def differences(old: Asked, new: Asked) -> list[Cause]:
     found += _settings(old.settings, new.settings)
     if (cause := _tools(old.tools, new.tools)) is not None:
         found.append(cause)
-    if (cause := _messages(old, new)) is not None:
+    if (cause := _messages(old, new, answer)) is not None:
+        if cause.code == "other_conversation":
+            return [cause]  # what else differs is no change
         found.append(cause)
     return found
 
@@ -233,6 +215,31 @@ def template_causes(held: str, new: str) -> list[Cause]:
     ]
 
 
+def left_out(old: Asked, new: Asked) -> Cause | None:
+    """Why what was generated is no part of a prompt that begins with the older one, if it is none.
+
+    Of text completions nobody can tell.
+    """
+    at = len(old.messages)
+    if new.messages[:1] and new.messages[0].role in _PROMPTS:
+        return None
+    if len(new.messages) == at:
+        return Cause(
+            "prompt_repeated",
+            "It is the last prompt once more, a retry for example: the answer to it is no part of it.",
+            "Nothing, if that was meant: all of the prompt itself can be reused.",
+            at - new.first,
+        )
+    if new.messages[at].role == "assistant":
+        return None
+    return Cause(
+        "answer_left_out",
+        "The answer is not in the next request.",
+        "Send it back as it came, before the next message.",
+        at - new.first,
+    )
+
+
 def answer_causes(old: Asked, new: Asked, answer: Answered | None, rendered: str | None) -> list[Cause]:
     """Why a prompt that goes on after an answer does not begin with what was generated.
 
@@ -240,6 +247,8 @@ def answer_causes(old: Asked, new: Asked, answer: Answered | None, rendered: str
         answer: what the client got; None if it is not known.
         rendered: the newer prompt's text from the answer on; None if it is not known.
     """
+    if (gone := left_out(old, new)) is not None:
+        return [gone]
     at = len(old.messages)
     following = new.messages[at:]
     if new.messages and new.messages[0].role in _PROMPTS:
@@ -248,19 +257,9 @@ def answer_causes(old: Asked, new: Asked, answer: Answered | None, rendered: str
         if answer is None or new.messages[0].role == "tokens":
             return [_respelled(old, answer, 0)]
         following = [Said("assistant", answer.said.text if rest.startswith(answer.said.text) else rest)]
-    if not following or following[0].role != "assistant":
-        return [
-            Cause(
-                "answer_left_out",
-                "The answer is not in the next request.",
-                "Send it back as it came, before the next message.",
-                at - new.first,
-            )
-        ]
     if answer is None:
         return [_respelled(old, None, at - new.first)]
-    count = next((n for n, each in enumerate(following) if each.role != "assistant"), len(following))
-    said, again = answer.said, joined(following[: max(count, 1)])
+    said, again = answer.said, first_answer(following)
     where = at - new.first
     if said.reasoning and not again.reasoning and said.reasoning not in again.text:
         return [
@@ -286,17 +285,10 @@ def answer_causes(old: Asked, new: Asked, answer: Answered | None, rendered: str
         ]
     if said.reasoning and rendered is not None and said.reasoning.strip() not in rendered:
         return [Cause(**{**vars(template_causes("<think>", "")[0]), "message": where})]
-    for call in said.calls:
-        if rendered is not None and call.arguments not in rendered:
-            return [
-                Cause(
-                    "arguments_rewritten",
-                    f"The arguments of {call.name} are rendered in other words than they came: the engine "
-                    "parses them, and the chat template writes them anew.",
-                    _RENDERED_ANEW,
-                    where,
-                )
-            ]
+    if rendered is not None:
+        for call, sent in zip(said.calls, again.calls, strict=True):
+            if (cause := _spelled_anew(call, sent, rendered, where)) is not None:
+                return [cause]
     return [_respelled(old, answer, where)]
 
 
@@ -416,7 +408,7 @@ def _listed(names: Sequence[str]) -> str:
 # -- messages
 
 
-def _messages(old: Asked, new: Asked) -> Cause | None:
+def _messages(old: Asked, new: Asked, answer: Answered | None) -> Cause | None:
     before, after = old.messages, new.messages
     if any(each.role in _PROMPTS for each in (*before[:1], *after[:1])):
         return _prompt(before, after)
@@ -445,14 +437,15 @@ def _messages(old: Asked, new: Asked) -> Cause | None:
         )
     is_front = all(each.role in _SYSTEM for each in before[:same])
     removed, added = _goes_on(rest, rest_new)
+    if _is_other(old, new, answer, same, removed, added):
+        return Cause(
+            "other_conversation",
+            "The messages are not the last request's: another prompt under the same id (another agent's, a title's, a "
+            "judge's), or a summary that replaces all of the history.",
+            "Give each prompt of a program, each agent and each branch an id of its own.",
+            where,
+        )
     if removed is None:
-        if is_front and not _is_alike(_question(before), _question(after)):
-            return Cause(
-                "other_conversation",
-                "Nothing of the last request's messages is in this one: two conversations share one id.",
-                "Give each prompt of a program, each agent and each branch an id of its own.",
-                where,
-            )
         return _edited(rest[0], rest_new[0], where)
     if added == 0 and removed:
         return Cause(
@@ -479,6 +472,32 @@ def _messages(old: Asked, new: Asked) -> Cause | None:
             where,
         )
     return _edited(rest[0], rest_new[0], where)
+
+
+def _is_other(
+    old: Asked, new: Asked, answer: Answered | None, same: int, removed: int | None, added: int
+) -> bool:
+    """Whether a request is no later one of the same conversation.
+
+    Args:
+        same: messages that both begin with.
+        removed, added: after those, as `_goes_on` has it.
+    """
+    before, after = old.messages, new.messages
+    if any(each.role not in _SYSTEM for each in before[:same]):
+        return False
+    if removed is None:
+        return not _is_alike(_question(before), _question(after))
+    tail = before[same + removed :]
+    # A conversation that was changed at its front still has its newest messages, and the answer to them.
+    end = same + added + len(tail)
+    goes_on = after[same + added : end] == tail and len(after) > end
+    if goes_on and answer is not None:
+        again = first_answer(after[end:])
+        goes_on = (again.text.strip(), again.calls) == (answer.said.text.strip(), answer.said.calls)
+    is_headed = same == 0 and after[0].role in _SYSTEM
+    is_replaced = added > 0 and (removed > 0 or is_headed)
+    return is_replaced and not goes_on and not _is_alike(before[same], after[same])
 
 
 def _prompt(old: list[Said], new: list[Said]) -> Cause | None:
@@ -551,27 +570,73 @@ def _edited(old: Said, new: Said, where: int) -> Cause:
     )
 
 
+def respelled_calls(old: Asked, new: Asked) -> Cause | None:
+    """The first call of both requests whose JSON has other spaces or escapes.
+
+    Engines parse arguments, so most templates render both the same: this is a cause only where prompts do part there.
+    """
+    for at, (one, two) in enumerate(zip(old.messages, new.messages, strict=False)):
+        for before, after in zip(one.calls, two.calls, strict=False):
+            if before.arguments != after.arguments:
+                return _respelled_by_client(after.name, at - new.first)
+    return None
+
+
+def _spelled_anew(call: Call, sent: Call, rendered: str, where: int) -> Cause | None:
+    """Who spelled a call's arguments otherwise than the model, if the prompt shows that somebody did.
+
+    Args:
+        sent: the call as the client sent it back: the same JSON.
+        rendered: the prompt's text from the answer on.
+    """
+    if call.arguments in rendered:
+        return None
+    if sent.arguments != call.arguments and sent.arguments in rendered:
+        return _respelled_by_client(call.name, where)
+    if not _has_json(rendered, call.arguments):
+        return None  # the template writes no JSON, and so the model did not
+    return Cause(
+        "arguments_rewritten",
+        f"The arguments of {call.name} are rendered in other words than they came: the engine parses them, and the "
+        "chat template writes them anew.",
+        _RENDERED_ANEW,
+        where,
+    )
+
+
+def _respelled_by_client(name: str, where: int) -> Cause:
+    return Cause(
+        "arguments_respelled",
+        f"The arguments of {name} were written anew: the same JSON, in another text (the order of keys, spaces, or "
+        "escapes).",
+        "Keep the string that the model gave (`tool_call.function.arguments`), and send that.",
+        where,
+    )
+
+
+def _has_json(text: str, wanted: str) -> bool:
+    """Whether a text has a JSON object that is equal to this one."""
+    value = _value(wanted)
+    for each in islice(re.finditer(r"\{", text), _LOOK):
+        with suppress(ValueError, RecursionError):
+            if _DECODER.raw_decode(text, each.start())[0] == value:
+                return True
+    return False
+
+
 def _calls(old: tuple[Call, ...], new: tuple[Call, ...], where: int) -> Cause | None:
     if old == new:
         return None
     if [call.name for call in old] == [call.name for call in new]:
-        for one, two in zip(old, new, strict=True):
-            if one.arguments == two.arguments:
-                continue
-            if _value(one.arguments) == _value(two.arguments):
-                return Cause(
-                    "arguments_respelled",
-                    f"The arguments of {one.name} were written anew: the same JSON, in another text "
-                    "(spaces, escapes, or the order of keys).",
-                    "Keep the string that the model gave (`tool_call.function.arguments`), and send that.",
-                    where,
-                )
-            return Cause(
-                "arguments_changed",
-                f"The arguments of {one.name} are not what the model gave.",
-                "Send tool calls back as they came.",
-                where,
-            )
+        one, two = next((one, two) for one, two in zip(old, new, strict=True) if one != two)
+        if _value(one.arguments) == _value(two.arguments):
+            return _respelled_by_client(one.name, where)
+        return Cause(
+            "arguments_changed",
+            f"The arguments of {one.name} are not what the model gave.",
+            "Send tool calls back as they came.",
+            where,
+        )
     return Cause("calls_changed", "The tool calls of an answer are not what the model gave.",
                  "Send tool calls back as they came.", where)  # fmt: skip
 
@@ -593,15 +658,15 @@ def _is_alike(old: Said, new: Said) -> bool:
     if old.role != new.role:
         return False
     shorter = min(len(old.text), len(new.text))
-    start = _same(old.text, new.text)
-    end = _same(old.text[::-1], new.text[::-1])
+    start = common_start(old.text, new.text)
+    end = common_start(old.text[::-1], new.text[::-1])
     return start + end >= shorter / 4
 
 
 def _changing(old: str, new: str) -> str:
     """What it is that differs between two texts, if it is of a kind that changes by itself."""
-    start = _same(old, new)
-    end = min(_same(old[::-1], new[::-1]), min(len(old), len(new)) - start)
+    start = common_start(old, new)
+    end = min(common_start(old[::-1], new[::-1]), min(len(old), len(new)) - start)
     first = re.split(r"\s", old[max(start - _WORD, 0) : start])[-1]
     last = re.split(r"\s", old[len(old) - end :][:_WORD])[0]
     words = [first + text[start : len(text) - end] + last for text in (old, new)]
@@ -621,8 +686,8 @@ def _detail(kind: str) -> str:
     return f": {kind} in it changes" if kind else ""
 
 
-def _same(one: str, two: str) -> int:
-    """How many characters two texts have in common at the start."""
+def common_start(one: T, two: T) -> int:
+    """How much two texts have in common at the start."""
     length = min(len(one), len(two))
     low = 0
     while low < length:  # in steps, since texts are long and slices compare quickly

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from carryback.wire import Reuse
+from carryback.wire import Report, Reuse
 
 from carryback_server.body import Body
 from carryback_server.causes import (
@@ -21,26 +21,50 @@ from carryback_server.causes import (
     Cause,
     Reason,
     answer_causes,
+    common_start,
     differences,
+    left_out,
     renamed,
+    respelled_calls,
     template_causes,
 )
 from carryback_server.endpoints import AnthropicMessages, Chat, Completions, Endpoint
 from carryback_server.errors import ApiError
 from carryback_server.lru import FairLru
-from carryback_server.said import SETTINGS, Answered, Asked, Said, answered, asked, message
-from carryback_server.state import Record
+from carryback_server.said import (
+    SETTINGS,
+    Answered,
+    Asked,
+    Said,
+    answered,
+    asked,
+    called,
+    first_answer,
+    message,
+)
 
-# Of a block, in a record.
-DIGEST_BYTES = 16
+if TYPE_CHECKING:
+    from carryback_server.state import Location
+
 # Of an answer; one that is longer is not kept.
 MAX_ANSWER_BYTES = 2**20
 # Tokens on either side of where prompts part, and characters of them that are shown.
 _AROUND = 48
 _BEFORE_CHARACTERS = 40
 _AFTER_CHARACTERS = 60
-# Conversations that are looked at for one that a new one continues.
+# Conversations that are looked at for one that a new one continues, or begins as.
 _LOOK = 100
+_FRONT = ("model", "cache_salt", "tools", "system", "instructions")
+_NOT_KEPT = (
+    "the request before this one is no longer kept: others of the conversation have come since, or it had to make room "
+    "(explain_bytes)"
+)
+_NOT_HERE = (
+    "the request before this one is not kept here: another router or worker served it, or this one did before it was "
+    "started anew"
+)
+# In a body, at least.
+_BYTES_OF_A_TOKEN = 2
 # Characters by which a message is found in a rendered prompt.
 _PROBE = 60
 
@@ -68,9 +92,11 @@ class Kept:
 
     Attributes:
         key: the router's key of its decode hop.
-        left_by: the key of the request that left what this one was offered; empty if it was offered nothing.
-        held_tokens, block_size: how much that was, and the tokens of a block of it.
-        holder: the engine that had it.
+        left_by: the key of the request before it of its conversation; empty if there was none.
+        left_tokens: how much that one left at a decode engine.
+        left_here: whether this router served it.
+        holder: the decode engine that had what was found, by its name.
+        block_size: tokens of a block at its prefill engine; 0 if that is not known.
         named_by: the header or field of others that named its conversation; empty if none did.
         pieces: of its answer, as they were sent on.
     """
@@ -83,9 +109,10 @@ class Kept:
     body: Body
     reuse: Reuse
     left_by: str = ""
-    held_tokens: int = 0
-    block_size: int = 0
+    left_tokens: int = 0
+    left_here: bool = False
     holder: str = ""
+    block_size: int = 0
     prefill_engine: str = ""
     decode_engine: str = ""
     key: str = ""
@@ -119,14 +146,16 @@ class Kept:
 
 
 class Explanations:
-    """Keeps each conversation's last two requests, the least recently used forgotten first.
+    """Keeps each conversation's last requests, the least recently used forgotten first.
 
     Args:
         max_bytes: of all of them; 0: nothing is kept.
+        router_id: what the keys of this router's requests begin with.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, router_id: str = "") -> None:
         self._max_bytes = max_bytes
+        self._router_id = router_id
         self._kept = FairLru[tuple[Kept, ...]](max_bytes)
 
     @property
@@ -134,20 +163,20 @@ class Explanations:
         """Whether anything is kept."""
         return self._max_bytes > 0
 
-    def begin(self, kept: Kept, record: Record | None) -> None:
+    def begin(self, kept: Kept, location: Location | None, parent: str = "") -> None:
         """Keep a request that goes to its decode engine.
 
         Args:
-            record: what it was offered.
+            location: what its conversation had when it came.
+            parent: the conversation that it is a branch of.
         """
-        if record is not None:
-            kept.left_by, kept.holder = record.key, record.engine
-            blocks = len(record.digests) // DIGEST_BYTES
-            kept.held_tokens, kept.block_size = record.tokens, record.tokens // max(blocks, 1)
-        last = self.get(kept.tenant, kept.conversation)
-        # Of requests that ran at the same time, the one that left the record.
-        before = [each for each in last if each.key == kept.left_by] or last
-        self._store((*before[-1:], kept))
+        if location is not None:
+            kept.left_by, kept.left_tokens = location.key, location.tokens
+            kept.left_here = bool(self._router_id) and location.key.startswith(self._router_id)
+        last = self.get(kept.tenant, kept.conversation) or self.get(kept.tenant, parent)
+        # Of requests that run at the same time, any of the last may leave what the next one has.
+        before = [each for each in last[:-1] if each.key == kept.left_by]
+        self._store((*before[-1:], *last[-1:], kept))
 
     def settle(self, kept: Kept) -> None:
         """A request is over, and all of its answer is there."""
@@ -156,7 +185,7 @@ class Explanations:
             self._store(last)
 
     def get(self, tenant: str, conversation: str) -> tuple[Kept, ...]:
-        """The last request of a conversation, and before it the one that it is to be compared with."""
+        """The last requests of a conversation, in the order in which they came."""
         return self._kept.get(tenant, conversation) or ()
 
     def newest(self, tenant: str) -> Iterator[Kept]:
@@ -168,13 +197,14 @@ class Explanations:
         self._kept.pop(tenant, conversation)
 
     def _store(self, requests: tuple[Kept, ...]) -> None:
-        tenant, conversation = requests[-1].tenant, requests[-1].conversation
-        size = sum(each.size for each in requests)
+        kept, size = requests[-1], sum(each.size for each in requests)
         # One that takes a large part of it all would push out everybody else.
-        if size > self._max_bytes / 4:
-            self.forget(tenant, conversation)
+        if size <= self._max_bytes / 4:
+            self._kept.add(kept.tenant, kept.conversation, requests, size)
+        elif len(requests) > 2:
+            self._store((requests[0], kept))
         else:
-            self._kept.add(tenant, conversation, requests, size)
+            self.forget(kept.tenant, kept.conversation)
 
 
 @dataclass
@@ -201,11 +231,17 @@ class Parting:
 
 @dataclass
 class Explanation:
-    """What `GET /admin/conversations/{tenant}/{id}/explain` says.
+    """What `GET /admin/conversations/{tenant}/{id}/explain` says. Counts are tokens of the prompt.
 
     Attributes:
-        held_tokens: what it was offered; None if that was nothing.
-        lost_tokens: how many of those are not the prompt's.
+        found_tokens: the most that a decode engine had, from the first on; `holder` is that engine.
+        asked: decode engines that said what they had.
+        reused_tokens, cached_tokens, recomputed_tokens: what the prefill engine read of it, had in its own prefix
+            cache, and computed.
+        left_tokens: what the request before left, in whole blocks; None if there was none. They are not all of this
+            prompt.
+        shared_tokens: of those found, if another conversation or branch had left them; 0 if none did.
+        shared_with: such a conversation, as far as this router has seen one.
         means, do: the reason in a sentence, and what to do about it.
         compared: how the two requests were compared: `tokens`, as an engine renders them, or `messages`, or
             `nothing`.
@@ -223,13 +259,17 @@ class Explanation:
     outcome: str
     reason: str
     prompt_tokens: int
+    found_tokens: int
     reused_tokens: int
     cached_tokens: int
     recomputed_tokens: int
-    held_tokens: int | None
+    left_tokens: int | None
+    asked: int
+    holder: str
     means: str
     do: str
-    lost_tokens: int | None = None
+    shared_tokens: int = 0
+    shared_with: str = ""
     compared: str = "nothing"
     why: str = ""
     parting: Parting | None = None
@@ -243,7 +283,7 @@ async def explain(requests: Sequence[Kept], ask: Ask, others: Iterable[Kept] = (
     Args:
         requests: as `Explanations.get` has them, at least one.
         ask: an engine that has the model.
-        others: the last requests of other conversations, the most recent first.
+        others: the last requests of the tenant's conversations, the most recent first.
     """
     new, reuse = requests[-1], requests[-1].reuse
     reason = REASONS.get(reuse.reason, Reason(f"The engine says: {reuse.reason}."))
@@ -259,42 +299,66 @@ async def explain(requests: Sequence[Kept], ask: Ask, others: Iterable[Kept] = (
         reuse.outcome,
         reuse.reason,
         reuse.prompt_tokens,
+        reuse.found,
         reuse.tokens,
         reuse.cached,
         reuse.recomputed,
-        new.held_tokens if new.left_by else None,
+        new.left_tokens if new.left_by else None,
+        reuse.asked if isinstance(reuse, Report) else 0,
+        new.holder,
         reason.means,
         reason.do,
     )
-    if len(requests) == 1 or (new.left_by and requests[0].key != new.left_by):
-        if reuse.reason == "new" and (before := _continued(new, others)) is not None:
+    known = [each for each in islice(others, _LOOK) if each.conversation != new.conversation]
+    if not new.left_by:
+        if new.named_by and (before := _continued(new, known)) is not None:
             result.compared, result.causes = "messages", [renamed(new.named_by, before.conversation)]
-        elif reuse.reason != "new":
-            result.why = (
-                "the request before this one is not kept here: another router or worker served it, or it was "
-                "dropped to make room (explain_bytes)"
-            )
-        return result
-    if reuse.outcome == "hit":
-        return result  # nothing parts: what was computed is new, or fills no block
-    try:
-        await _Comparison(requests[0], new, ask).fill(result)
-    except ApiError as error:
-        result.why = error.message
+        result.shared_tokens = reuse.found
+    elif reuse.reason == "history_changed" or (
+        reuse.reason == "below_threshold" and reuse.found < new.left_tokens
+    ):
+        old = next((each for each in requests[:-1] if each.key == new.left_by), None)
+        if old is None:
+            result.why = _NOT_KEPT if new.left_here else _NOT_HERE
+        else:
+            try:
+                await _Comparison(old, new, ask).fill(result)
+            except ApiError as error:
+                result.why = error.message
+    if result.shared_tokens:
+        result.shared_with = _sharing(new, known)
     return result
 
 
-def _continued(new: Kept, others: Iterable[Kept]) -> Kept | None:
+def _continued(new: Kept, others: list[Kept]) -> Kept | None:
     """The other conversation that a request's messages continue, if the same hint named both."""
-    if not new.named_by or (now := _messages(new)) is None:
+    if (now := _messages(new)) is None:
         return None
-    for other in islice(others, _LOOK):
-        if other.conversation == new.conversation or other.named_by != new.named_by:
+    for other in others:
+        if other.named_by != new.named_by:
             continue
         before = _messages(other) if other.body.size <= new.body.size else None
         if before and len(before) < len(now) and now[: len(before)] == before:
             return other
     return None
+
+
+def _sharing(new: Kept, others: list[Kept]) -> str:
+    """The conversation whose last request begins as this one does, as far as was found; empty if none here does."""
+    front, mine = _opening(new)
+    most, found = _BYTES_OF_A_TOKEN * new.reuse.found, ""
+    for other in others:
+        before, theirs = _opening(other)
+        if before == front and (same := len(front) + common_start(mine, theirs)) >= most:
+            most, found = same + 1, other.conversation
+    return found
+
+
+def _opening(kept: Kept) -> tuple[bytes, bytes]:
+    """What templates render at a prompt's front, and what follows it, as the client wrote them."""
+    fronts = (kept.body.raw(name) or b"" for name in _FRONT)
+    rests = (kept.body.raw(name) or b"" for name in ("messages", "input", "prompt"))
+    return b"".join(fronts), b"".join(rests)
 
 
 def _messages(kept: Kept) -> list[dict[str, Any]] | None:
@@ -310,14 +374,12 @@ class _Comparison:
     def __init__(self, old: Kept, new: Kept, ask: Ask) -> None:
         self._old, self._new, self._ask = old, new, ask
         self._old_asked, self._new_asked = old.asked(), new.asked()
-        self._causes = differences(self._old_asked, self._new_asked)
-        # Where the prefill engine found the first block that is not the same.
-        self._bounds: tuple[int, int] | None = None
-        reuse = new.reuse
-        if reuse.reason == "history_changed" and new.block_size:
-            # Without anything read, what is cached is another conversation's.
-            same = reuse.tokens + reuse.cached if reuse.tokens else 0
-            self._bounds = same, same + new.block_size
+        self._answer = old.answered()
+        self._causes = differences(self._old_asked, self._new_asked, self._answer)
+        self._is_changed = new.reuse.reason == "history_changed"
+        # As many tokens are known to be some engine's; the first that is not is of the next block.
+        self._known = max(new.reuse.found, new.reuse.cached)
+        self._until = self._known + new.block_size if new.block_size else None
 
     async def fill(self, result: Explanation) -> None:
         try:
@@ -328,49 +390,91 @@ class _Comparison:
         except CannotAsk as error:
             result.compared, result.why = "messages", str(error)
             self._by_messages(result)
-        if self._bounds is not None and result.held_tokens is not None:
-            result.lost_tokens = result.held_tokens - self._bounds[0]
 
     async def _by_tokens(self, result: Explanation, old: list[int], new: list[int]) -> None:
         same = common_prefix(old, new)
-        if self._bounds is not None and same >= self._bounds[1]:
+        if self._is_beyond(same) and self._is_of_other_kv():
             await self._elsewhere(result, new)
         elif same < len(old):
             await self._in_prompt(result, old, new, same)
         else:
             await self._in_answer(result, old, new)
 
+    def _is_beyond(self, token: int) -> bool:
+        """Whether a token comes after the first block that nobody had."""
+        return self._is_changed and self._until is not None and token >= self._until
+
+    def _is_of_other_kv(self) -> bool:
+        """Whether the same tokens may have other KV than they had."""
+        if self._causes:
+            return self._causes[0].code in ("model_changed", "cache_salt_changed", "media_changed")
+        return any(each.media for each in self._new_asked.messages)
+
+    def _part(self, result: Explanation, token: int) -> None:
+        """They part at this token, for certain: say what of the rest is not explained by that."""
+        if self._is_beyond(token):
+            result.causes.append(
+                Cause(
+                    "overwritten",
+                    f"From token {self._known:,} to {token:,} the prompts are the same, and no decode engine had that "
+                    "any more: other requests have overwritten it.",
+                    REASONS["overwritten"].do,
+                )
+            )
+        elif self._new.reuse.found > token:
+            result.shared_tokens = self._new.reuse.found
+
     async def _in_prompt(self, result: Explanation, old: list[int], new: list[int], at: int) -> None:
         """They part within what was asked before."""
         before, held = await self._around(old, at)
         _, other = await self._around(new, at)
         message = await self._message_at(new, at)
-        causes = self._causes or template_causes(before + held, before + other)
+        causes = self._causes or self._unchanged(message, before + held, before + other)
         # A message's own cause first, if that message is where it is.
         result.causes = sorted(causes, key=lambda each: each.message is None or each.message != message)
         first = result.causes[0]
         place = first.message if first.message is not None else message
         where = "the tools" if first.code.startswith("tool") else self._where(place)
         result.parting = Parting(at, None, where, place, before, held, other)
+        self._part(result, at)
+
+    def _unchanged(self, message: int | None, held: str, new: str) -> list[Cause]:
+        """Why prompts part though the newer request has all that the older one has.
+
+        Args:
+            message: where they do.
+            held, new: the rendered texts from shortly before.
+        """
+        if (gone := left_out(self._old_asked, self._new_asked)) is not None:
+            return [gone]
+        respelled = respelled_calls(self._old_asked, self._new_asked)
+        if respelled is not None and respelled.message == message:
+            return [respelled]
+        return template_causes(held, new)
 
     async def _in_answer(self, result: Explanation, old: list[int], new: list[int]) -> None:
         """All that was asked before is there; what was generated is not, or not in its tokens."""
-        answer = self._old.answered()
+        answer = self._answer
         said = _spoken(answer.said) if answer is not None else ""
         rendered = await self._text(new[len(old) :])
+        causes = answer_causes(self._old_asked, self._new_asked, answer, rendered)
+        if not self._is_changed and causes[0].code == "respelled":
+            return  # nothing says that it is
         spelled = (
             await self._tokenized({"prompt": said, "add_special_tokens": False, **self._model()})
             if said
             else []
         )
-        at = len(old) + common_prefix(spelled, new[len(old) :])
-        until = None
-        if self._bounds is not None and not self._bounds[0] <= at < self._bounds[1]:
-            at, until = max(self._bounds[0], len(old)), self._bounds[1]
-        causes = answer_causes(self._old_asked, self._new_asked, answer, rendered)
-        if self._bounds is None and causes[0].code == "respelled":
-            return  # nothing says that it is
         result.causes = causes
+        at, until = len(old) + common_prefix(spelled, new[len(old) :]), None
+        # How a model spelled what it called, or thought, is not known; nor which tokens it chose for a text.
+        is_plain = answer is not None and not (answer.said.calls or answer.said.reasoning)
+        is_sure = is_plain and causes[0].code in ("answer_changed", "answer_left_out", "prompt_repeated")
+        is_found = self._is_changed and self._until is not None and self._until > len(old)
+        if is_found and not is_sure and not self._known <= at < (self._until or 0):
+            at, until = max(self._known, len(old)), self._until
+        else:
+            self._part(result, at)
         before, other = await self._around(new, at)
         if until is None:
             held = await self._text(spelled[at - len(old) :][:_AROUND])
@@ -382,40 +486,53 @@ class _Comparison:
 
     async def _elsewhere(self, result: Explanation, new: list[int]) -> None:
         """The tokens agree where the KV does not."""
-        assert self._bounds is not None
-        low, high = self._bounds
-        before, other = await self._around(new, low)
-        message = await self._message_at(new, low)
+        before, other = await self._around(new, self._known)
+        message = await self._message_at(new, self._known)
         result.causes = self._causes or [
             Cause(
                 "kv_differs",
-                "The tokens are the same, and their KV is not: an image, an adapter or a salt changed.",
-                "Keep attachments, model and cache_salt the same for a whole conversation.",
+                "The tokens are the same, and their KV is not: an attachment is another one, or their KV has been "
+                "overwritten.",
+                "Keep attachments the same for a whole conversation, also behind a URL.",
             )
         ]
         first = result.causes[0].message
         place = first if first is not None else message
-        result.parting = Parting(low, high, self._where(place), place, before, other, other)
+        result.parting = Parting(self._known, self._until, self._where(place), place, before, other, other)
 
     def _by_messages(self, result: Explanation) -> None:
         """As far as can be seen without an engine."""
         result.causes = self._causes
-        if not self._causes and self._bounds is not None:
-            result.causes = answer_causes(self._old_asked, self._new_asked, self._old.answered(), None)
+        if not self._causes and self._is_changed:
+            result.causes = answer_causes(self._old_asked, self._new_asked, self._answer, None)
         if not result.causes:
             return
         first = result.causes[0]
-        token, until = self._bounds or (None, None)
-        held, other = "", ""
-        if first.message is not None:
-            held = self._spoken_at(self._old_asked, first.message)
-            other = self._spoken_at(self._new_asked, first.message)
+        held, other = self._shown(first)
         same = common_prefix(held, other)
         start = max(same - _BEFORE_CHARACTERS, 0)
         where = "the tools" if first.code.startswith("tool") else self._where(first.message)
         result.parting = Parting(
-            token, until, where, first.message, held[start:same], _cut(held[same:]), _cut(other[same:])
+            None, None, where, first.message, held[start:same], _cut(held[same:]), _cut(other[same:])
         )
+
+    def _shown(self, cause: Cause) -> tuple[str, str]:
+        """What both requests have where a cause is, as text."""
+        old, new = self._old_asked, self._new_asked
+        if cause.message is None:
+            name = cause.code.removesuffix("_changed")
+            if cause.code.startswith("tool"):
+                return _written(old.tools), _written(new.tools)
+            one, two = (
+                {"model": each.model, "cache_salt": each.salt, **each.settings} for each in (old, new)
+            )
+            return _written(one.get(name)), _written(two.get(name))
+        at = cause.message + new.first
+        held, other = (each.messages[at] if 0 <= at < len(each.messages) else None for each in (old, new))
+        if held is None and self._answer is not None:
+            # What follows the older request is its answer; of a response that may be several items.
+            held, other = self._answer.said, first_answer(new.messages[at:])
+        return _shown(held), _shown(other)
 
     # -- what an engine says
 
@@ -497,10 +614,6 @@ class _Comparison:
             else f"message {message} ({messages[at].role})"
         )
 
-    def _spoken_at(self, asked: Asked, message: int) -> str:
-        at = message + self._new_asked.first
-        return _spoken(asked.messages[at]) if 0 <= at < len(asked.messages) else ""
-
 
 def _to_tokenize(kept: Kept, asked: Asked) -> dict[str, Any]:
     """The request for `/tokenize` that renders a prompt as its endpoint does.
@@ -533,10 +646,12 @@ def _to_tokenize(kept: Kept, asked: Asked) -> dict[str, Any]:
     if isinstance(kept.endpoint, AnthropicMessages):
         given_messages = (kept.endpoint.messages(body) or ([], None))[0]
         request["messages"] = [each for given in given_messages for each in _apart(given)]
+        tools = [_as_function(tool) for tool in asked.tools]
     else:
-        request["messages"] = _joined(asked.messages)
-    if asked.tools:
-        request["tools"] = [_as_function(tool) for tool in asked.tools]
+        request["messages"] = _of_items((kept.endpoint.messages(body) or ([], None))[0])
+        tools = [function for tool in asked.tools for function in _of_response(tool)]
+    if tools:
+        request["tools"] = tools
     return request
 
 
@@ -559,18 +674,81 @@ def _apart(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield _as_chat(message({**given, "content": rest}))
 
 
-def _joined(messages: list[Said]) -> list[dict[str, Any]]:
-    """Items of a response as messages of a chat: those of one answer are one message, as far as they can be."""
+def _of_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items of a response as messages of a chat.
+
+    vLLM 0.32 (`vllm/entrypoints/openai/responses/utils.py`).
+    """
     chat: list[dict[str, Any]] = []
-    for said in messages:
-        added, last = _as_chat(said), chat[-1] if chat else {}
-        is_more = said.role == last.get("role") == "assistant"
-        if is_more and not (last.keys() & added.keys()) - {"role", "tool_calls"}:
-            calls = [*last.get("tool_calls", []), *added.get("tool_calls", [])]
-            last |= added | ({"tool_calls": calls} if calls else {})
+    for item in items:
+        kind, added = item.get("type"), dict[str, Any]()
+        if kind in ("function_call", "custom_tool_call"):
+            call = called(item)
+            function = {"name": call.name, "arguments": call.arguments}
+            made = {"id": item.get("call_id") or "call", "type": "function", "function": function}
+            if chat and chat[-1]["role"] == "assistant":
+                chat[-1].setdefault("tool_calls", []).append(made)
+                continue
+            added["tool_calls"] = [made]
+        elif kind == "reasoning":
+            thoughts = item.get("content") or item.get("summary") or [{}]
+            added["reasoning"] = thoughts[0].get("text") or ""
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            output = _parts_of_chat(item.get("output"))
+            chat.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id") or "call"})
+            continue
+        elif item.get("role") == "assistant":
+            content = item.get("content")
+            added["content"] = content[0].get("text") if isinstance(content, list) and content else content
         else:
-            chat.append(added)
+            chat.append({"role": item.get("role"), "content": _parts_of_chat(item.get("content"))})
+            continue
+        # Thoughts, text and calls of one answer are one message.
+        if chat and chat[-1]["role"] == "assistant" and not chat[-1].keys() & added.keys():
+            chat[-1] |= added
+        else:
+            chat.append({"role": "assistant", **added})
     return chat
+
+
+def _parts_of_chat(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    texts = ("input_text", "output_text")
+    return [
+        {"type": "text", "text": part.get("text")}
+        if isinstance(part, dict) and part.get("type") in texts
+        else part
+        for part in content
+    ]
+
+
+def _of_response(tool: Any) -> Iterator[dict[str, Any]]:
+    """The functions that a tool of the Responses API is to the model; most of its other tools are none.
+
+    vLLM 0.32 (`vllm/tool_parsers/utils.py`).
+    """
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind == "function":
+        yield _as_function(tool)
+    elif kind == "custom":
+        payload = {"type": "string", "description": "The freeform text payload for this tool."}
+        yield _as_function(
+            {
+                "name": tool.get("name"),
+                "description": tool.get("description"),
+                "parameters": {
+                    "type": "object",
+                    "properties": {"input": payload},
+                    "required": ["input"],
+                    "additionalProperties": False,
+                },
+            }
+        )
+    elif kind == "namespace":
+        for each in tool.get("tools") or ():
+            if each.get("type") == "function":
+                yield _as_function({**each, "name": f"{tool.get('name')}__{each.get('name')}"})
 
 
 def _as_chat(said: Said) -> dict[str, Any]:
@@ -595,15 +773,26 @@ def _as_function(tool: Any) -> Any:
         return tool
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     parameters = tool.get("parameters", tool.get("input_schema"))
-    return {
-        "type": "function",
-        "function": {**function, **({"parameters": parameters} if parameters else {})},
-    }
+    if parameters is not None:
+        function["parameters"] = parameters
+    return {"type": "function", "function": function}
 
 
 def _spoken(said: Said) -> str:
-    """All text of a message, in the order in which a model says it."""
+    """All text of an answer, in the order in which a model says it."""
     return said.reasoning + said.text + "".join(call.arguments for call in said.calls)
+
+
+def _shown(said: Said | None) -> str:
+    """All of a message, for a person."""
+    if said is None:
+        return ""
+    calls = (f"{call.name}({call.arguments})" for call in said.calls)
+    return "".join((said.reasoning, said.text, *calls, *said.media))
+
+
+def _written(value: object) -> str:
+    return _encode(value).decode() if value else ""
 
 
 def common_prefix(one: Sequence[Any], two: Sequence[Any]) -> int:

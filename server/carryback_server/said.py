@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +31,23 @@ _THOUGHTS = ("thinking", "reasoning", "reasoning_text", "summary_text")
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call; its arguments are the JSON as it was written."""
+    """A tool call. Those with the same JSON are equal, in whatever spaces and escapes it is written.
+
+    Attributes:
+        arguments: the JSON as it was written.
+        parsed: the same in our spelling, keys in their order; as it was written if it is no JSON.
+    """
 
     name: str
-    arguments: str
+    arguments: str = field(compare=False)
+    parsed: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            parsed = json.dumps(json.loads(self.arguments))
+        except (ValueError, RecursionError):
+            parsed = self.arguments
+        object.__setattr__(self, "parsed", parsed)
 
 
 @dataclass(frozen=True)
@@ -139,8 +153,7 @@ def message(given: Mapping[str, Any]) -> Said:
     kind = given.get("type")
     role = str(given.get("role") or "")
     if kind in ("function_call", "custom_tool_call"):
-        arguments = given.get("arguments") if kind == "function_call" else given.get("input")
-        return Said("assistant", calls=(Call(str(given.get("name")), _text(arguments)),))
+        return Said("assistant", calls=(called(given),))
     if kind in ("function_call_output", "custom_tool_call_output"):
         return _parts("tool", given.get("output"))
     if kind == "reasoning":
@@ -151,8 +164,27 @@ def message(given: Mapping[str, Any]) -> Said:
     said = _parts(role, given.get("content"))
     reasoning = given.get("reasoning") or given.get("reasoning_content") or said.reasoning
     calls = given.get("tool_calls")
-    called = [_call(each) for each in calls if isinstance(each, dict)] if isinstance(calls, list) else []
-    return Said(role, said.text, _text(reasoning), (*said.calls, *called), said.media)
+    made = [_call(each) for each in calls if isinstance(each, dict)] if isinstance(calls, list) else []
+    return Said(role, said.text, _text(reasoning), (*said.calls, *made), said.media)
+
+
+def called(item: Mapping[str, Any]) -> Call:
+    """The call in an item of a response, as engines have it in a chat.
+
+    vLLM 0.32 (`vllm/entrypoints/openai/responses/utils.py`).
+    """
+    name = str(item.get("name"))
+    if item.get("namespace"):
+        name = f"{item['namespace']}__{name}"
+    if item.get("type") == "custom_tool_call":  # whose one argument is a text
+        return Call(name, json.dumps({"input": _text(item.get("input"))}, ensure_ascii=False))
+    return Call(name, _text(item.get("arguments")))
+
+
+def first_answer(messages: Sequence[Said]) -> Said:
+    """The first message; if it is a part of an answer, all of that."""
+    others = (at for at, each in enumerate(messages) if each.role != "assistant")
+    return joined(messages[: max(next(others, len(messages)), 1)])
 
 
 def joined(messages: Iterable[Said]) -> Said:

@@ -20,24 +20,18 @@ def lines(found: dict[str, Any]) -> Iterator[Text]:
         f"{found['conversation']}{turn}, {found['endpoint']}, {_ago(time.time() - found['at'])} ago", "bold"
     )
     color = {"hit": "green", "partial": "yellow"}.get(found["outcome"], "red")
+    counts = ""
     if found["prompt_tokens"]:
         counts = (
             f": of {found['prompt_tokens']:,} prompt tokens {found['reused_tokens']:,} were read back, "
             f"{found['cached_tokens']:,} were in the prefill engine's cache, "
             f"{found['recomputed_tokens']:,} were computed"
         )
-    else:
-        counts = ""
     yield Text.assemble((found["outcome"], color), f" ({found['reason']}){counts}.")
     yield Text(found["means"])
     if found["outcome"] == "hit":
         yield Text("What was computed is new, or fills no whole block.")
-    if found["lost_tokens"]:
-        is_all = found["lost_tokens"] == found["held_tokens"]
-        lost = "none" if is_all else f"all but the last {found['lost_tokens']:,}"
-        yield Text(
-            f"{found['held_tokens']:,} tokens were held, in whole blocks; {lost} of them could be used."
-        )
+    yield from _found(found)
     if found["do"]:
         yield Text(f"Do: {found['do']}")
     if found["parting"] is not None:
@@ -55,6 +49,22 @@ def lines(found: dict[str, Any]) -> Iterator[Text]:
             "Compared by messages, not by tokens: " if found["compared"] == "messages" else "Not compared: "
         )
         yield Text(f"{lead}{found['why']}.")
+
+
+def _found(found: dict[str, Any]) -> Iterator[Text]:
+    """What decode engines had, and what the conversation had left there."""
+    left, tokens = found["left_tokens"], found["found_tokens"]
+    if not found["asked"] and not tokens:
+        return
+    holder = f" ({found['holder']})" if tokens and found["holder"] else ""
+    had = f"the first {tokens:,}" if tokens else "none"
+    before = f"; the conversation had left {left:,}" if left is not None else ""
+    yield Text(f"Of these tokens a decode engine{holder} had {had}{before}.")
+    if found["shared_tokens"]:
+        whose = (
+            f"conversation {_shown(found['shared_with'])}" if found["shared_with"] else "another conversation"
+        )
+        yield Text(f"They are the beginning of {whose}, too.")
 
 
 def _parting(parting: dict[str, Any], prompt_tokens: int) -> Iterator[Text]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from carryback import wire
 from carryback_server.body import Body
 from carryback_server.causes import REASONS, answer_causes, differences, template_causes
 from carryback_server.endpoints import ENDPOINTS
@@ -89,7 +90,6 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int | None, str]] = 
     ("a time in a tool", chat(HISTORY, tools=[tool("a", "It is 10:00.")]), chat(HISTORY, tools=[tool("a", "It is 10:01.")]), "tool_description_changed", None, "a time"),
     ("tool's parameters", chat(HISTORY, tools=[tool("a", x={})]), chat(HISTORY, tools=[tool("a", y={})]), "tool_changed", None, "parameters of tool a"),
     ("tool's keys", chat(HISTORY, tools=[tool("a", x=1, y=2)]), chat(HISTORY, tools=[tool("a", y=2, x=1)]), "tools_respelled", None, "keys"),
-    ("arguments respelled", chat([user("?"), called('{"a": 1}'), result("x")]), chat([user("?"), called('{"a":1}'), result("x"), user("?")]), "arguments_respelled", 1, "arguments of look"),
     ("arguments' keys", chat([user("?"), called('{"a":1,"b":2}')]), chat([user("?"), called('{"b":2,"a":1}')]), "arguments_respelled", 1, "the same JSON"),
     ("arguments changed", chat([user("?"), called('{"a":1}')]), chat([user("?"), called('{"a":2}')]), "arguments_changed", 1, "look"),
     ("arguments no JSON", chat([user("?"), called("{")]), chat([user("?"), called("}")]), "arguments_changed", 1, "look"),
@@ -106,8 +106,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int | None, str]] = 
     ("inserted", chat(HISTORY), chat([HISTORY[0], system("Memory: pipes."), *HISTORY[1:]]), "messages_inserted", 1, "one message"),
     ("reordered", chat(HISTORY), chat([HISTORY[0], HISTORY[3], HISTORY[4], HISTORY[1], HISTORY[2], HISTORY[5]]), "messages_reordered", 1, "another order"),
     ("image changed", chat([image("data:image/png;base64,AAAA"), assistant("A cat.")]), chat([image("data:image/png;base64,AAAB"), assistant("A cat."), user("?")]), "media_changed", 0, "image"),
-    ("another prompt", chat([system("Plan."), user("Plan the trip to the sea.")]), chat([system("Plan."), user("List all boats.")]), "other_conversation", 1, "share one id"),
-    ("another agent", chat([system("You plan."), user("A trip to the sea, for 3.")]), chat([system("Judge texts."), user("Boats float well")]), "other_conversation", 0, "share one id"),
+    ("another prompt", chat([system("Plan."), user("Plan the trip to the sea.")]), chat([system("Plan."), user("List all boats.")]), "other_conversation", 1, "under the same id"),
+    ("another agent", chat([system("You plan."), user("A trip to the sea, for 3.")]), chat([system("Judge texts."), user("Boats float well")]), "other_conversation", 0, "under the same id"),
+    ("a title", chat(HISTORY), chat([system("Write a title."), HISTORY[1]]), "other_conversation", 0, "a title's"),
+    ("another mode", chat(HISTORY), chat([system("Plan it first."), *HISTORY[1:], assistant("It."), user("?")]), "system_prompt_changed", 0, ""),
     ("model", chat(HISTORY, model="a"), chat(HISTORY, model="b"), "model_changed", None, "'a'"),
     ("salt", chat(HISTORY, cache_salt="a"), chat(HISTORY), "cache_salt_changed", None, "never shared"),
     ("thinking switched", chat(HISTORY, chat_template_kwargs={"enable_thinking": True}), chat(HISTORY, chat_template_kwargs={"enable_thinking": False}), "chat_template_kwargs_changed", None, "enable_thinking"),
@@ -141,6 +143,7 @@ def test_several_differences_come_in_the_order_of_a_prompt() -> None:
         (CHAT, chat(HISTORY), chat([*HISTORY, assistant("The gasket."), user("Why?")])),
         (CHAT, chat([user("Hi")]), chat([user([{"type": "text", "text": "Hi"}]), assistant("Hi.")])),
         (CHAT, chat([called("{}")]), chat([{**called("{}"), "content": ""}])),
+        (CHAT, chat([called('{"a": "\u00e9"}')]), chat([called('{"a":"\\u00e9"}'), result("x")])),
         (CHAT, chat(HISTORY, tools=None), chat(HISTORY, tools=[])),
         (CHAT, chat(HISTORY, temperature=1, stream=True), chat(HISTORY, max_tokens=4)),
         (COMPLETIONS, {"prompt": "Once upon"}, {"prompt": "Once upon a time"}),
@@ -199,10 +202,12 @@ def test_items_of_responses() -> None:
     call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": '{"a": 1}'}
     output = {"type": "function_call_output", "call_id": "1", "output": "a boat"}
     old = parsed(RESPONSES, input=[user("Hi"), call, output])
-    (cause,) = differences(
-        old, parsed(RESPONSES, input=[user("Hi"), {**call, "arguments": '{"a":1}'}, output])
+    assert (
+        differences(old, parsed(RESPONSES, input=[user("Hi"), {**call, "arguments": '{"a":1}'}, output]))
+        == []
     )
-    assert (cause.code, cause.message) == ("arguments_respelled", 1)
+    (cause,) = differences(old, parsed(RESPONSES, input=[user("Hi"), {**call, "namespace": "sea"}, output]))
+    assert (cause.code, cause.message) == ("calls_changed", 1)
     (cause,) = differences(old, parsed(RESPONSES, input=[user("Hi"), call, {**output, "output": "a ship"}]))
     assert (cause.code, cause.message) == ("message_changed", 2)
 
@@ -229,14 +234,18 @@ ARGUMENTS = '{"where": "sea"}'
 # name, more of the older request, the answer, what comes after the old messages, what is rendered, code, words
 ANSWERS: list[tuple[str, dict[str, Any], Answered, list[dict[str, Any]], str | None, str, str]] = [
     ("left out", {}, Answered(Said("assistant", "This.")), [user("?")], "user?", "answer_left_out", "not in the next"),
-    ("nothing more", {}, Answered(Said("assistant", "This.")), [], "", "answer_left_out", ""),
+    ("nothing more", {}, Answered(Said("assistant", "This.")), [], "", "prompt_repeated", "once more"),
     ("changed", {}, Answered(Said("assistant", "This.")), [assistant("That."), user("?")], "That.", "answer_changed", "changed"),
     ("stripped", {}, Answered(Said("assistant", "\n\nThis.")), [assistant("This."), user("?")], "This.", "answer_changed", "spaces"),
     ("reasoning dropped", {}, Answered(Said("assistant", "This.", "Hm.")), [assistant("This.")], "This.", "reasoning_dropped", "reasoning"),
     ("reasoning not rendered", {}, Answered(Said("assistant", "This.", "Hm.")), [assistant("This.", reasoning="Hm.")], "This.", "template_drops_reasoning", "template"),
-    ("arguments respelled", {}, Answered(Said("assistant", "", "", (Call("look", ARGUMENTS),))), [called('{"where":"sea"}'), result("x")], None, "arguments_respelled", "same JSON"),
+    ("arguments respelled", {}, Answered(Said("assistant", "", "", (Call("look", ARGUMENTS),))), [called('{"where":"sea"}'), result("x")], 'look {"where":"sea"}', "arguments_respelled", "same JSON"),
+    ("arguments respelled, and rendered as they came", {}, Answered(Said("assistant", "", "", (Call("look", ARGUMENTS),))), [called('{"where":"sea"}'), result("x")], f"look {ARGUMENTS}", "respelled", ""),
+    ("arguments respelled, and nobody knows how they are rendered", {}, Answered(Said("assistant", "", "", (Call("look", ARGUMENTS),))), [called('{"where":"sea"}'), result("x")], None, "respelled", ""),
+    ("arguments' keys", {}, Answered(Said("assistant", "", "", (Call("look", '{"a":1,"b":2}'),))), [called('{"b":2,"a":1}'), result("x")], None, "arguments_respelled", "order of keys"),
+    ("arguments in no JSON", {}, Answered(Said("assistant", "", "", (Call("look", ARGUMENTS),))), [called(ARGUMENTS), result("x")], "<where>sea</where> {", "respelled", ""),
     ("arguments changed", {}, Answered(Said("assistant", "", "", (Call("look", ARGUMENTS),))), [called("{}"), result("x")], None, "arguments_changed", "look"),
-    ("arguments rendered anew", {}, Answered(Said("assistant", "", "", (Call("look", ARGUMENTS),))), [called(ARGUMENTS), result("x")], '{"where":"sea"}', "arguments_rewritten", "parses them"),
+    ("arguments rendered anew", {}, Answered(Said("assistant", "", "", (Call("look", ARGUMENTS),))), [called(ARGUMENTS), result("x")], 'look { {"where":"sea"}', "arguments_rewritten", "parses them"),
     ("calls left out", {}, Answered(Said("assistant", "", "", (Call("look", "{}"),))), [assistant("")], "", "calls_changed", ""),
     ("a stop string", {"stop": ["."]}, Answered(Said("assistant", "This"), "stop", "."), [assistant("This")], "This", "stop_string", "'.'"),
     ("a grammar", {"response_format": {"type": "json_schema"}}, Answered(Said("assistant", "{}")), [assistant("{}")], "{}", "grammar_spelling", "grammar"),
@@ -306,5 +315,25 @@ def test_every_documented_reason_is_explained() -> None:
     table = page.partition("The reasons:")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
     documented = {word for row in rows for word in re.findall(r"`(\w+)`", row)}
-    assert documented
     assert documented == set(REASONS)
+
+
+def test_every_reason_of_the_wire_is_explained_and_no_other() -> None:
+    assert set(REASONS) == {*wire.ENGINE_REASONS, *wire.ROUTER_REASONS}
+
+
+def test_the_dashboard_has_words_for_every_reason_to_miss() -> None:
+    script = (Path(__file__).parents[2] / "server/carryback_server/dashboard/words.js").read_text()
+    table = script.partition("const REASONS = {")[2].partition("};")[0]
+    assert set(re.findall(r"^  (\w+): ", table, re.MULTILINE)) == set(REASONS) - {"verified"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "reasons"),
+    [("carryback_vllm", wire.ENGINE_REASONS), ("carryback_server", wire.ROUTER_REASONS)],
+)
+def test_each_reason_is_somebodys(folder: str, reasons: tuple[str, ...]) -> None:
+    """Something gives it; what only explains it does not count."""
+    sources = (Path(__file__).parents[2] / "server" / folder).rglob("*.py")
+    text = "".join(each.read_text() for each in sources if each.name not in ("causes.py", "explain.py"))
+    assert [each for each in reasons if f'"{each}"' not in text] == []

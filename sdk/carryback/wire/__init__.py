@@ -76,8 +76,9 @@ Outcome = Literal["hit", "partial", "miss"]
 
 # Why a request reused no more than it did; docs/router.md says what each means. Others are another release's.
 ENGINE_REASONS = (
-    "verified", "history_changed", "overwritten", "new", "too_short", "below_threshold", "local_cache", "off", "no_answer",
-    "too_many_leases", "load_failed", "plugin_failed", "unverified", "layouts_differ", "unsupported_layout",
+    "verified", "history_changed", "overwritten", "new", "too_short", "below_threshold", "local_cache", "off",
+    "no_answer", "paused", "too_many_leases", "load_failed", "plugin_failed", "unverified", "layouts_differ",
+    "unsupported_layout",
 )  # fmt: skip
 ROUTER_REASONS = (
     "engine_lost", "no_plugin", "prefill_failed", "prefill_unavailable", "prefill_refused",
