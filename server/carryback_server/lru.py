@@ -35,19 +35,15 @@ class FairLru(Generic[T]):
             self._things[tenant].move_to_end(id)
         return found
 
-    def add(self, tenant: str, id: str, thing: T, weight: int = 1) -> list[T]:
-        """Add a thing, in place of one with the same id; what had to go to make room."""
+    def add(self, tenant: str, id: str, thing: T, weight: int = 1) -> None:
+        """Add a thing, in place of one with the same id; others go to make room."""
         self.pop(tenant, id)
         self._things.setdefault(tenant, OrderedDict())[id] = (thing, weight)
         self._weights[tenant] = self._weights.get(tenant, 0) + weight
         self._total += weight
-        gone = []
         while self._total > self._capacity:
             most = max(self._weights, key=lambda each: (self._weights[each], each != tenant))
-            oldest = next(iter(self._things[most]))
-            gone.append(self._things[most][oldest][0])
-            self.pop(most, oldest)
-        return gone
+            self.pop(most, next(iter(self._things[most])))
 
     def pop(self, tenant: str, id: str) -> T | None:
         """Take the thing with this id out."""

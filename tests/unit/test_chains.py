@@ -29,7 +29,6 @@ def state() -> MemoryState:
     return MemoryState(
         max_conversations=10,
         responses_max_bytes=10**6,
-        on_evicted=lambda record: None,
         on_message=lambda message: None,
     )
 
