@@ -29,10 +29,11 @@ from carryback_server.connections import (
 from carryback_server.endpoints import ENDPOINTS, FORWARDED, REFUSED, error_response, refused
 from carryback_server.engines import Engine
 from carryback_server.errors import ApiError, HideMalformed
+from carryback_server.explain import explain
 from carryback_server.metrics import CONTENT_TYPE, Metrics
-from carryback_server.pipeline import Pipeline
-from carryback_server.state import Conversation, Record, StateBusy, StateDown, StateFailed
+from carryback_server.state import Conversation, StateBusy, StateDown, StateFailed
 from carryback_server.tenants import Tenant, Tenants
+from carryback_server.wiring import build
 
 logger = logging.getLogger("carryback")
 logging.getLogger("aiohttp.server").addFilter(HideMalformed())
@@ -79,7 +80,7 @@ class Router:
             redis_timeout_s=config.state_timeout_s,
             on_uncounted=self.metrics.rate_uncounted.inc,
         )
-        self.pipeline = Pipeline(config, self.metrics, self.tenants, self._on_message)
+        self.pipeline = build(config, self.metrics, self.tenants, self._on_message)
         self._page = dashboard.load()
         self._hosts = {each.lower() for each in (*config.allowed_hosts, config.host, config.admin_host)}
         self._applying: set[asyncio.Task[None]] = set()
@@ -105,13 +106,13 @@ class Router:
         )
         clients.on_response_prepare.append(_introduce)
         for path in ENDPOINTS:
-            clients.router.add_post(path, self.pipeline.handle, **expect)
+            clients.router.add_post(path, self.pipeline.road.handle, **expect)
         for path in REFUSED:
             clients.router.add_post(path, self._refuse, **expect)
         for path in FORWARDED:
-            clients.router.add_post(path, self.pipeline.pass_on, **expect)
+            clients.router.add_post(path, self.pipeline.one_hop.pass_on, **expect)
         clients.router.add_get("/v1/responses", self._websocket, **expect)
-        clients.router.add_get(f"/v1/responses/{_ID}", self.pipeline.response, **expect)
+        clients.router.add_get(f"/v1/responses/{_ID}", self._response, **expect)
         clients.router.add_get("/v1/models", self._models, **expect)
         clients.router.add_get("/v1/conversations", self._list, **expect)
         clients.router.add_get(f"/v1/conversations/{_ID}", self._get, **expect)
@@ -312,6 +313,17 @@ class Router:
         self.tenants.of(request.headers)
         raise refused(request.path)
 
+    async def _response(self, request: web.Request) -> web.Response:
+        """Answer `GET /v1/responses/{id}`: a response that can be continued.
+
+        Raises:
+            ApiError: 404, there is none with this id.
+        """
+        tenant = self.tenants.of(request.headers)
+        async with tenant.admit():
+            found = await self.pipeline.chains.get(tenant.name, request.match_info["id"])
+        return web.Response(body=found, content_type="application/json")
+
     async def _models(self, request: web.Request) -> web.Response:
         tenant = self.tenants.of(request.headers)
         async with tenant.admit():
@@ -338,11 +350,7 @@ class Router:
             page = await self.pipeline.state.page(tenant, limit, request.query.get("after", ""))
         except ValueError as error:
             raise ApiError(400, f"after: {error}", code="invalid_query", param="after") from error
-        views = [self._view(*each) for each in page.items]
-        if with_engines:  # addresses are not for clients
-            for view, (_, record) in zip(views, page.items, strict=True):
-                if record is not None:
-                    view["held"]["engine"] = record.engine
+        views = [self._view(each, with_engine=with_engines) for each in page.items]
         return _json(
             {"object": "list", "data": views, "has_more": bool(page.after), "after": page.after or None}
         )
@@ -353,7 +361,7 @@ class Router:
             found = await self.pipeline.state.get(tenant.name, request.match_info["id"])
         if found is None:
             raise _unknown(request)
-        return _json(self._view(*found))
+        return _json(self._view(found))
 
     async def _delete(self, request: web.Request) -> web.Response:
         tenant = self.tenants.of(request.headers)
@@ -362,7 +370,7 @@ class Router:
 
     async def _delete_of(self, request: web.Request, tenant: str) -> web.Response:
         conversation_id = request.match_info["id"]
-        if not await self.pipeline.delete(tenant, conversation_id):
+        if not await self.pipeline.road.delete(tenant, conversation_id):
             raise _unknown(request)
         return _json({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
@@ -458,17 +466,16 @@ class Router:
         Raises:
             ApiError: 404; 502, the engine was not told.
         """
-        engines = self._named(request)
-        told = await asyncio.gather(*(self.pipeline.holding.forget(each) for each in engines))
         name = request.match_info["name"]
+        told = [self.pipeline.holding.forget(each) for each in self._named(request)]
         if not all(is_told for _, is_told in told):
             raise ApiError(
                 502,
-                f"engine {name!r} was not told: it may still hold, and be read, what other routers know of",
+                f"engine {name!r} was not told, since its events do not arrive: what it has may still be read",
                 code="engine_failed",
                 param="name",
             )
-        return _json({"name": name, "object": "engine.forgotten", "records": sum(count for count, _ in told)})
+        return _json({"name": name, "object": "engine.forgotten", "pins": sum(count for count, _ in told)})
 
     def _named(self, request: web.Request) -> list[Engine]:
         name, role = request.match_info["name"], request.query.get("role")
@@ -509,12 +516,31 @@ class Router:
         return await self._delete_of(request, request.match_info["tenant"])
 
     async def _explain(self, request: web.Request) -> web.Response:
-        name = request.match_info["tenant"], request.match_info["id"]
-        return _json(await self.pipeline.explain(*name))
+        """Why a conversation's last request reused what it reused.
 
-    def _view(self, conversation: Conversation, record: Record | None) -> dict[str, Any]:
-        name = conversation.tenant, conversation.id
-        return {
+        Raises:
+            ApiError: 404, nothing of it is kept here.
+        """
+        explanations, tenant, name = (
+            self.pipeline.explanations, request.match_info["tenant"], request.match_info["id"],
+        )  # fmt: skip
+        if not explanations.is_on:
+            message = "explanations are off: set explain_bytes, e.g. to 67108864, and start the router again"
+            raise ApiError(404, message, code="explain_off", param="explain_bytes")
+        if not (requests := explanations.get(tenant, name)):
+            raise ApiError(
+                404,
+                f"no request of conversation {name!r} of tenant {tenant!r} is kept here: it was never "
+                "sent, was deleted, or had to make room (explain_bytes); of several routers or workers, each "
+                "knows only what it served itself",
+                code="conversation_not_found",
+                param="id",
+            )
+        return _json(await explain(requests, self.pipeline.one_hop.ask, explanations.newest(tenant)))
+
+    def _view(self, conversation: Conversation, *, with_engine: bool = False) -> dict[str, Any]:
+        name, location = (conversation.tenant, conversation.id), conversation.location
+        view: dict[str, Any] = {
             "id": conversation.id,
             "object": "conversation",
             "tenant": conversation.tenant,
@@ -525,15 +551,16 @@ class Router:
             "step": conversation.step,
             "boundary": conversation.boundary or None,
             "requests": conversation.requests,
-            "in_flight": self.pipeline.in_flight[name],
+            "in_flight": self.pipeline.road.in_flight[name],
             "last_reuse": conversation.reuse or None,
-            "held": record
-            and {
-                "tokens": record.tokens,
-                "blocks": record.blocks,
-                "expires_in_s": round(self.pipeline.holding.time_left(record), 1),
-            },
+            "location": None,
         }
+        if location is not None:
+            pinned_s = round(self.pipeline.holding.pinned_s(location), 1)
+            view["location"] = {"tokens": location.tokens, "turn": location.turn, "pinned_s": pinned_s}
+            if with_engine:  # addresses are not for clients
+                view["location"]["engine"] = location.engine
+        return view
 
 
 async def _expect(request: web.Request) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from carryback_server.body import Body
 from carryback_server.endpoints import ENDPOINTS
 from carryback_server.errors import ApiError
-from carryback_server.identify import Looked, look
+from carryback_server.hints import Looked, look
 from carryback_server.trust import check_media
 
 MAX_FIELDS = 1024

@@ -40,9 +40,8 @@ from carryback_server.trust import never_passed
 
 # What `carryback serve` keeps to explain reuse, if nobody but this machine reaches it.
 EXPLAIN_BYTES = 64 * 1024 * 1024
-# Of what a decode engine holds: a prefill engine does not begin a read within 5 s of the deadline (vLLM's own margin).
-EXPIRY_MARGIN_S = 5.5
-# The same of what a prefill engine holds for a decode engine (`carryback_vllm.connector.LEASE_MARGIN_S`).
+# Of what a prefill engine holds for a decode engine: no read begins so long before its end
+# (`carryback_vllm.worker.LEASE_MARGIN_S`).
 LEASE_MARGIN_S = 1.0
 
 
@@ -180,7 +179,7 @@ class SharedConfig(BaseModel, extra="forbid"):
     events_key: SecretStr | None = None
     "The secret that engines and routers share for the events; they are open to all without one."
     hold_s: float = Field(480.0, ge=0)
-    "How long a decode engine holds a finished turn's KV; 0 turns reuse off."
+    "How long a decode engine keeps a finished turn's KV from being overwritten; 0: not at all, and it is found while it lies there."
     kv_recompute_threshold: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
     """Tokens below which a prefill engine computes what it could read. `auto`: fewer than it takes for a read to
     pay, as learned for each pair of engines; None: as the engines were started."""
@@ -252,8 +251,8 @@ class RouterConfig(SharedConfig):
     probe_interval_s: float = Field(1.0, gt=0)
     "Between two health probes of an engine."
     probe_timeout_s: float = Field(10.0, gt=0)
-    release_timeout_s: float = Field(30.0, gt=0)
-    "For an engine to take a release, a withdrawal, or a trial after its ejection."
+    trial_timeout_s: float = Field(30.0, gt=0)
+    "For an engine to answer a request of the router's own, after its ejection."
     drain_timeout_s: float = Field(600.0, ge=0)
     "How long an engine that is no longer configured is kept for what it does and holds."
     ejection_failures: int = Field(5, gt=0)
@@ -268,15 +267,15 @@ class RouterConfig(SharedConfig):
     "Times the others' mean load, from which on a decode engine does not get the conversations it holds."
     overload_slack_tokens: int = Field(32_768, ge=0)
     "Load beyond that which overloads nobody, so that conversations stay where they are on idle engines."
-    held_event_wait_s: float = Field(2.0, ge=0)
-    "How long the next turn waits for the event that says where the last turn's KV is, if it is late."
+    ask_engines: int = Field(8, gt=0)
+    "How many decode engines a prompt's prefill engine asks for what they have of it; first where its conversation was last."
 
     hold_mid_turn_s: float = Field(120.0, ge=0)
     "The same while a tool runs: after an answer with tool calls, or one that did not come to its end."
     hold_first_s: float = Field(60.0, ge=0)
     "The same for a first request that names no conversation: it may be a one-shot."
     pin_budget: float = Field(0.5, ge=0, le=1)
-    "The share of a decode engine's KV blocks that may be held for absent conversations."
+    "The share of a decode engine's KV blocks that may be pinned for absent conversations; 0: nothing is, and there is still reuse."
 
     tenants_file: Path | None = None
     "Who may ask for what, YAML; everybody without it."
@@ -378,19 +377,11 @@ _ORDERED = (
 
 def _impossible(given: Mapping[str, Any], settings: BaseSettings) -> Iterator[str]:
     """What cannot work of the settings that were given: a sentence each."""
-    for name in ("hold_s", "hold_first_s"):
-        if 0 < given.get(name, 0) <= EXPIRY_MARGIN_S:
-            yield (
-                f"{name} is {given[name]:g}: what is held could never be read, since no read begins in the last "
-                f"{EXPIRY_MARGIN_S:g} s; want more than that, or 0 to hold nothing"
-            )
     if given.get("prefill_lease_s", math.inf) <= LEASE_MARGIN_S:
         yield (
             f"prefill_lease_s is {given['prefill_lease_s']:g}: no prompt's KV could be read, since no read begins in the "
             f"last {LEASE_MARGIN_S:g} s"
         )
-    if given.get("pin_budget") == 0 and getattr(settings, "hold_s", 0) > 0:
-        yield "pin_budget is 0: all that is held would be let go of at once; to hold nothing, set hold_s to 0"
     for greater, smaller, why in _ORDERED:
         # 0 turns something off; Redis, and its times, may not be there.
         if greater == "conversation_ttl_s" and getattr(settings, "state", "memory") == "memory":

@@ -7,19 +7,21 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
 from carryback.wire import events
-from carryback.wire.outside import Malformed, decode
+from carryback.wire.outside import Fields, Malformed, decode
 from pydantic import SecretStr
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from carryback_server.alike import Need
+from carryback_server.answer import Answer, begin
 from carryback_server.config import RouterConfig
 from carryback_server.ejection import Ejection
+from carryback_server.engine_client import Blame, EngineDown, Prompt, Refused, Role, Visit, Why
 from carryback_server.errors import ApiError, foreign
 from carryback_server.metrics import Metrics
 from carryback_server.upstream import ConnectFailed, Reply, Upstream, UpstreamError
@@ -40,34 +42,18 @@ class _Models(msgspec.Struct):
 
 _models = msgspec.json.Decoder(_Models)
 
-Role = Literal["prefill", "decode"]
+
+class _Answer(msgspec.Struct):
+    """What the router reads of a prefill engine's answer."""
+
+    kv_transfer_params: Fields | None = None
+
+
+_answers = msgspec.json.Decoder(_Answer)
+
 State = Literal["up", "down", "ejected", "draining", "paused"]
-Why = Literal["timeout", "failure"]
-
-
-class EngineDown(Exception):
-    """An engine could not be reached, failed, broke off, or took longer than it may.
-
-    Attributes:
-        is_timeout: it took longer than it may.
-        is_over: the engine does nothing for the request, for certain: it never got it, or has ended it.
-        reason: the message without the engine's name, for a client.
-        said: the engine's own words, which may repeat the client's; not for a log.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        message: str,
-        *,
-        is_timeout: bool = False,
-        is_over: bool = False,
-        said: str = "",
-    ) -> None:
-        super().__init__(f"{engine.role} engine {engine.name}: {message}")
-        self.reason = f"the {engine.role} engine failed: {message}" + (f": {said}" if said else "")
-        self.is_timeout = is_timeout
-        self.is_over = is_over
+# Not what the client's own key is about.
+KEY_REFUSED = dict.fromkeys((401, 403), "it does not take the router's key (engine_api_key)")
 
 
 @dataclass(frozen=True)
@@ -85,89 +71,6 @@ class Site:
     events: str
     rank: int | None = None
     api_key: SecretStr | None = None
-
-
-class Visit:
-    """One request at an engine, from `Engine.busy`, as a context. How it ends says how well the engine is.
-
-    An `EngineDown` or an `UpstreamError` is a failure, an end without an exception a success. Any other
-    exception, a client's leaving too, says nothing.
-
-    Args:
-        blame: is told of a failure, to find out whose fault it is; without one it is the engine's.
-    """
-
-    def __init__(self, engine: Engine, tokens: int, blame: Blame | None) -> None:
-        self._engine = engine
-        self._tokens = tokens
-        self._blame = blame
-        self._has_failed = False
-        self._says_nothing = False
-
-    def update(self, tokens: int) -> None:
-        """Correct how many tokens it is."""
-        self._engine.load += tokens - self._tokens
-        self._tokens = tokens
-
-    def fail(self) -> None:
-        """The engine failed, though it raises nothing: an answer that broke off after its first byte."""
-        self._has_failed = True
-
-    def pass_over(self) -> None:
-        """Its end says nothing of the engine: it refused a request that is wrong."""
-        self._says_nothing = True
-
-    def __enter__(self) -> Visit:
-        self._engine.load += self._tokens
-        self._engine.in_flight += 1
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.update(0)
-        self._engine.in_flight -= 1
-        if isinstance(error, EngineDown | UpstreamError) or self._has_failed:
-            why: Why = "timeout" if getattr(error, "is_timeout", False) else "failure"
-            if self._blame is not None:
-                self._blame.failed(self._engine, why)
-            else:
-                self._engine.failed(why)
-        elif error is None and not self._says_nothing:
-            self._engine.ejection.succeeded()
-
-
-class Blame:
-    """Whose fault it is that a request failed: an engine's, if another one of its role then did the same request.
-
-    What no other did may be the request's own fault. The engine is then in doubt, which a request of the router's
-    own decides.
-    """
-
-    def __init__(self) -> None:
-        self._failed: list[tuple[Engine, Why]] = []
-
-    def failed(self, engine: Engine, why: Why) -> None:
-        """The request failed at an engine."""
-        self._failed.append((engine, why))
-
-    def worked(self, engine: Engine) -> None:
-        """An engine does it."""
-        failed, self._failed = self._failed, []
-        for other, why in failed:
-            if other.role != engine.role:
-                self._failed.append((other, why))
-            elif other is not engine:
-                other.failed(why)
-
-    def settle(self) -> None:
-        """Nobody else is asked."""
-        for engine, why in self._failed:
-            engine.doubt(why)
-        self._failed.clear()
 
 
 class Within:
@@ -263,6 +166,9 @@ class Engine:
         self._why_doubted: Why = "failure"
         self._why_down = ""
         self._run_of_models = ""
+        # What `Prefilled` events say, by their keys, for those who wait for them.
+        self._told: dict[str, asyncio.Future[bytes]] = {}
+        self._finishing: set[asyncio.Task[Any]] = set()
         self._upstream = Upstream(
             site.url, connect_timeout_s=config.connect_timeout_s, headers=_headers(site, config)
         )
@@ -271,6 +177,23 @@ class Engine:
     def is_heard(self) -> bool:
         """Its events arrive. What it holds is of no use otherwise, so it is not asked to hold anything."""
         return time.monotonic() - self._last_event < HELLO_LOST_S
+
+    @property
+    def block_size(self) -> int:
+        """In tokens; 0 until it said so."""
+        size = self.about.get("block_size")
+        return size if isinstance(size, int) else 0
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self.site.url
+
+    @property
+    def events_address(self) -> str:
+        """Where other engines reach its events; as the router does, unless it says otherwise."""
+        address = self.about.get("events")
+        return address if isinstance(address, str) and address else self.site.events
 
     @property
     def is_draining(self) -> bool:
@@ -331,13 +254,12 @@ class Engine:
         self._gauges.mismatched.set(len(self.mismatches))
 
     def busy(self, tokens: int, blame: Blame | None = None) -> Visit:
-        """Count a request as being at the engine while in the context that this returns.
-
-        Args:
-            tokens: that the engine has to compute or keep for it.
-            blame: of the request, which may go to other engines.
-        """
+        """See `EngineClient.busy`."""
         return Visit(self, tokens, blame)
+
+    def succeeded(self) -> None:
+        """See `EngineClient.succeeded`."""
+        self.ejection.succeeded()
 
     def failed(self, why: Why) -> None:
         """A request failed by this engine's fault; what takes too long in a pause does not."""
@@ -360,6 +282,71 @@ class Engine:
             self.role, self.name, self._config.ejection_failures, self.ejection.wait_s,
         )  # fmt: skip
 
+    async def prefill(
+        self,
+        prompt: Prompt,
+        params: dict[str, Any],
+        *,
+        key: str,
+        headers: Mapping[str, str],
+        timeout_s: float,
+    ) -> Fields:
+        """See `EngineClient.prefill`."""
+        data = prompt.for_prefill(params)
+        async with self.within(timeout_s):
+            status, content_type, content = await self._first_word(prompt.path, data, key, headers)
+        if status in KEY_REFUSED:
+            raise EngineDown(self, KEY_REFUSED[status], is_over=True)
+        if 400 <= status < 500:
+            raise Refused(status, content_type, content)
+        if status != 200:
+            said = content[:500].decode(errors="replace")
+            raise EngineDown(self, f"status {status}", is_over=True, said=said)
+        try:
+            answer = decode(_answers.decode, content, "an answer with kv_transfer_params")
+        except Malformed as error:
+            raise EngineDown(self, "an answer that cannot be read") from error
+        return answer.kv_transfer_params or {}
+
+    async def _first_word(
+        self, path: str, data: bytes, key: str, headers: Mapping[str, str]
+    ) -> tuple[int, str, bytes]:
+        """A prefill engine's answer, or what its event says of it, if that is sooner: status, type, body.
+
+        Raises:
+            UpstreamError: it broke off.
+        """
+
+        async def exchange() -> tuple[int, str, bytes]:
+            reply = await self.post(path, data, request_id=key, headers=headers)
+            return reply.status, reply.content_type, await reply.read()
+
+        answered = asyncio.create_task(exchange())
+        told = self._told[key] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait((answered, told), return_when=asyncio.FIRST_COMPLETED)
+            if not told.done():
+                return answered.result()
+            # Its answer says the same, and comes now; then the connection can be used again.
+            self._finishing.add(task := asyncio.create_task(_finish(answered, self._config.probe_timeout_s)))
+            task.add_done_callback(self._finishing.discard)
+            return 200, "application/json", b'{"kv_transfer_params":%b}' % told.result()
+        finally:
+            self._told.pop(key, None)
+            if not told.done():
+                answered.cancel()
+
+    async def decode(
+        self, prompt: Prompt, params: dict[str, Any], *, key: str, headers: Mapping[str, str]
+    ) -> Answer:
+        """See `EngineClient.decode`."""
+        reply = await self.post(prompt.path, prompt.for_decode(params), request_id=key, headers=headers)
+        answer = await begin(reply, prompt.endpoint)
+        if answer.status in KEY_REFUSED:
+            reply.close()
+            raise EngineDown(self, KEY_REFUSED[answer.status], is_over=True)
+        return answer
+
     async def post(
         self, path: str, body: bytes, *, request_id: str, headers: Mapping[str, str] = {}
     ) -> Reply:
@@ -375,11 +362,7 @@ class Engine:
         return await self._upstream.request("POST", path, body, {**own, **headers} if headers else own)
 
     def within(self, timeout_s: float) -> Within:
-        """A context for an exchange with the engine: what goes wrong in it is raised as `EngineDown`.
-
-        Args:
-            timeout_s: for all of it, in seconds.
-        """
+        """See `EngineClient.within`."""
         return Within(self, timeout_s)
 
     async def get(self, path: str) -> tuple[int, str, bytes]:
@@ -396,53 +379,27 @@ class Engine:
             raise problem
         return reply.status, reply.content_type, content
 
-    def go(self, key: str, params: bytes) -> None:
-        """Tell a request that waits here how it goes on.
+    def go(self, key: str, params: Mapping[str, Any]) -> None:
+        """See `EngineClient.go`."""
+        self._command(events.Go(key, msgspec.json.encode(params)))
 
-        Args:
-            params: its `kv_transfer_params`, JSON.
-        """
-        if self.say is not None:
-            self.say(events.encode_command(events.Go(key, params)))
+    def release(self, *keys: str) -> None:
+        """See `EngineClient.release`."""
+        if self._command(events.Release(list(keys))):
+            self._metrics.releases.labels(self.role).inc(len(keys))
 
-    async def release(self, request_ids: list[str]) -> bool:
-        """Make the engine let go of what it holds for these requests; whether it was told."""
-        return await self._tell({"carryback_release": request_ids})
+    def forget(self) -> bool:
+        """See `EngineClient.forget`."""
+        return self._command(events.Forget())
 
-    async def withdraw(self, record: dict[str, Any]) -> bool:
-        """Make a prefill engine not read a record that it was given, and tell its holder; whether it was
-        told."""
-        return await self._tell({**record, "carryback_withdraw": True})
-
-    async def forget(self) -> bool:
-        """Make the engine void all that it has made, and let go of it; whether it was told."""
-        return await self._tell({"carryback_forget": True})
-
-    async def _tell(self, params: dict[str, Any]) -> bool:
-        """Have the engine's plug-in act on `kv_transfer_params`; see `carryback_vllm.connector`."""
-        try:
-            async for attempt in AsyncRetrying(
-                stop=stop_after_attempt(3),
-                wait=wait_exponential(0.2),
-                retry=retry_if_exception(lambda error: isinstance(error, OSError) and not self._waits(error)),
-                reraise=True,
-            ):
-                with attempt:
-                    await self._complete(params)
-        except OSError as error:
-            if self._waits(error):
-                return True
-            logger.warning("%s engine %s: cannot let go of KV (%s)", self.role, self.name, _said(error))
-            self._metrics.releases.labels(self.role, "failed").inc()
+    def _command(self, command: events.Command) -> bool:
+        """Tell the engine something over the link of its events; whether there is one."""
+        if self.say is None or not self.is_heard:  # what cannot be sent would pile up
             return False
-        self._metrics.releases.labels(self.role, "done").inc()
+        self.say(events.encode_command(command))
         return True
 
-    def _waits(self, error: BaseException) -> bool:
-        """Whether a pause is why no answer came: the plug-in has read the request, and acted on it."""
-        return self.is_paused and isinstance(error, TimeoutError)
-
-    async def _complete(self, params: dict[str, Any]) -> None:
+    async def _complete(self) -> None:
         """A completion of one token, of which nothing is held.
 
         Raises:
@@ -453,13 +410,13 @@ class Engine:
                 "model": self.models[0] if self.models else "",
                 "prompt": [0],
                 "max_tokens": 1,
-                "kv_transfer_params": {**params, "hold_s": 0},
+                "kv_transfer_params": {"hold_s": 0},
             }
         )
         self.in_flight += 1  # an engine that was taken out is not forgotten meanwhile
         try:
             reply, content = await self._ask(
-                "POST", "/v1/completions", body, timeout_s=self._config.release_timeout_s
+                "POST", "/v1/completions", body, timeout_s=self._config.trial_timeout_s
             )
         finally:
             self.in_flight -= 1
@@ -526,6 +483,8 @@ class Engine:
         self._seq = event.seq
         if isinstance(event, events.Hello | events.Held | events.Released):
             self.pinned = event.pinned
+        if isinstance(event, events.Prefilled) and (told := self._told.pop(event.key, None)) is not None:
+            told.set_result(event.params)
         if isinstance(event, events.Hello):
             self.capacity = event.capacity
             self.takes_go = event.takes_go
@@ -557,7 +516,7 @@ class Engine:
     async def _try(self) -> None:
         was_out = self.ejection.is_out
         try:
-            await self._complete({})
+            await self._complete()
         except OSError as error:
             if self.ejection.tried(False, lambda: self._may_eject(self)):
                 self._ejected(self._why_doubted)
@@ -602,6 +561,13 @@ def _headers(site: Site, config: RouterConfig) -> dict[str, str]:
     if site.rank is not None:
         headers["X-data-parallel-rank"] = str(site.rank)
     return headers
+
+
+async def _finish(answered: asyncio.Task[Any], timeout_s: float) -> None:
+    """Wait for an exchange that nobody needs any more."""
+    with suppress(TimeoutError, OSError):
+        async with asyncio.timeout(timeout_s):
+            await answered
 
 
 def _said(error: BaseException) -> str:

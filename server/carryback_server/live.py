@@ -37,7 +37,7 @@ class Step:
     """One request on its way, or over. What there is to say of it is in its entry, at any time.
 
     Attributes:
-        holder: the decode engine that had its record.
+        holder: the decode engine that had most of it.
         key: of its decode, under which the engine's event comes back.
         generated: tokens of its answer; 0: not known.
         number: counts the steps that were shown.

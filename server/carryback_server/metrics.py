@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from importlib.metadata import version
 from typing import TypeVar
 
-from carryback.wire import Reuse
+from carryback.wire import Report, Reuse
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -148,6 +148,14 @@ class Metrics:
             "Prompt tokens: reused (read back from decode), cached (on prefill), recomputed.",
             "source",
         )
+        self.found_tokens = counter(
+            "found_tokens", "Prompt tokens whose KV a decode engine that was asked had."
+        )
+        self.asked_engines = counter(
+            "asked_engines",
+            "Decode engines that were asked what they have of a prompt, by whether they answered.",
+            "result",
+        )
         self.declined = counter(
             "decode_declined",
             "Prompts that a decode engine computed itself rather than read wrong KV.",
@@ -163,8 +171,8 @@ class Metrics:
         )
 
         # -- what is held
-        self.held_records = gauge(
-            "held_records", "Finished turns whose KV is held for the next one.", "engine"
+        self.held_pins = gauge(
+            "held_pins", "Finished requests whose KV is pinned for the next one.", "engine"
         )
         self.held_tokens = gauge("held_tokens", "Tokens in them.", "engine")
         self.held_blocks = gauge("held_blocks", "KV blocks pinned for them.", "engine")
@@ -175,15 +183,16 @@ class Metrics:
             over_workers="livemax",
         )
         self.pins_given_up = counter(
-            "pins_given_up", "Pins let go of before anything read them.", "rank", "reason"
+            "pins_given_up",
+            "Pins given up before their engine's own time for them was over.",
+            "rank",
+            "reason",
         )
-        self.records_put = counter("records_put", "Records stored.")
-        self.records_taken = counter("records_taken", "Records taken to be read.")
-        self.records_lost = counter("records_lost", "Records dropped unused, by reason.", "reason")
-        self.held_missing = counter(
-            "held_events_missing", "Turns whose KV was not reused since the engine's event did not come."
+        self.locations_noted = counter("locations_noted", "Notes of where a conversation's KV is.")
+        self.locations_lost = counter("locations_lost", "Such notes that the state did not take.")
+        self.releases = counter(
+            "releases", "Requests whose KV an engine was told to let go of, by its role.", "role"
         )
-        self.releases = counter("releases", "KV that an engine was asked to let go of.", "role", "result")
 
         # -- engines
         at = ("role", "engine")
@@ -292,6 +301,7 @@ class Metrics:
         self._ttft = Labelled(self.ttft)
         self._prefill = Labelled(self.prefill)
         self._reuse = Labelled(self.reuse)
+        self._asked = Labelled(self.asked_engines)
         self._tokens = Labelled(self.prompt_tokens)
         self._tenant_requests = Labelled(self.tenant_requests)
         self._tenant_tokens = Labelled(self.tenant_tokens)
@@ -299,7 +309,7 @@ class Metrics:
         self._tenant_in_flight = Labelled(self.tenant_in_flight)
         self._tenant_held = Labelled(self.tenant_held_blocks)
         self._break_even = Labelled(self.break_even_tokens)
-        self._held = Labelled(self.held_records), Labelled(self.held_tokens), Labelled(self.held_blocks)
+        self._held = Labelled(self.held_pins), Labelled(self.held_tokens), Labelled(self.held_blocks)
         self._given_up = Labelled(self.pins_given_up)
         self._pin_budget = Labelled(self.pin_budget_blocks)
         self._state_operations = Labelled(self.state_operations)
@@ -342,6 +352,17 @@ class Metrics:
                 if tenant:
                     self._tenant_tokens[tenant, source].inc(tokens)
 
+    def observe_question(self, asked: int, report: Report) -> None:
+        """Count what decode engines had of one prompt.
+
+        Args:
+            asked: how many were asked.
+        """
+        self.found_tokens.inc(report.found)
+        self._asked["answered",].inc(report.asked)
+        if asked > report.asked:
+            self._asked["silent",].inc(asked - report.asked)
+
     def break_even(self, prefill: str, decode: str, tokens: int | None) -> None:
         """From how many tokens on a read between two engines pays; -1: never; None: not known yet."""
         if tokens is not None:
@@ -357,9 +378,9 @@ class Metrics:
         self._state_operations[operation, result].inc()
         self._state_seconds[operation,].observe(seconds)
 
-    def held(self, engine: str, records: int, tokens: int, blocks: int, tenant: str = "") -> None:
-        """More (or, negative, less) is held at an engine for absent conversations."""
-        for metric, change in zip(self._held, (records, tokens, blocks), strict=True):
+    def held(self, engine: str, pins: int, tokens: int, blocks: int, tenant: str = "") -> None:
+        """More (or, negative, less) is pinned at an engine for absent conversations."""
+        for metric, change in zip(self._held, (pins, tokens, blocks), strict=True):
             metric[engine,].inc(change)
         if tenant:
             self._tenant_held[tenant,].inc(blocks)
@@ -369,7 +390,7 @@ class Metrics:
         self._pin_budget[engine,].set(blocks)
 
     def given_up(self, rank: str, reason: str) -> None:
-        """A pin was let go of before anything read it."""
+        """A pin was given up."""
         self._given_up[rank, reason].inc()
 
     def engine(self, role: str, name: str) -> EngineMetrics:

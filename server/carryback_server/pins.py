@@ -1,21 +1,21 @@
-"""What decode engines hold for this router's conversations: for how long, and how much at most.
+"""What decode engines keep from being overwritten for this router's conversations: for how long, and how much at most.
 
-An engine lets go by itself in the end. This is about letting go earlier, for real: by when the
-conversation is likely to come back, and by how many blocks may be held for absent conversations at all.
+An engine unpins by itself in the end. This is about doing it earlier: by when the conversation is likely to come back,
+and by how many blocks may be pinned for absent conversations at all. What is not pinned can be found until it is
+overwritten.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
-from carryback_server.engines import Engine
+from carryback_server.engine_client import EngineClient
 from carryback_server.metrics import Metrics
 
 # A release that an engine has not confirmed by then is no longer counted on.
@@ -37,23 +37,21 @@ class Rank(IntEnum):
 
 @dataclass(eq=False)
 class Pin:
-    """KV blocks of one finished request that a decode engine holds.
+    """KV blocks of one finished request that a decode engine keeps.
 
     Attributes:
         key: the router's key of the request.
-        request: the engine's id of it.
-        since: on the monotonic clock.
+        since: on the event loop's clock.
     """
 
-    engine: Engine
+    engine: EngineClient
     key: str
-    request: str
     tokens: int
     blocks: int
     tenant: str
     conversation: str
     rank: Rank
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     timer: asyncio.TimerHandle | None = None
 
     @property
@@ -84,19 +82,18 @@ class Pins:
 
     Args:
         budget: the share of an engine's blocks that may be held for absent conversations.
-        let_go: called with a pin that is to be given up, and why. It is no longer counted then.
 
     Attributes:
         shares: the share of the budget that a tenant's may take, by tenant; 1 if it is not there.
     """
 
-    def __init__(self, budget: float, metrics: Metrics, let_go: Callable[[Pin, Why], None]) -> None:
+    def __init__(self, budget: float, metrics: Metrics) -> None:
         self._budget = budget
         self.shares: Mapping[str, float] = {}
         self._metrics = metrics
-        self._let_go = let_go
         self._pins: dict[str, Pin] = {}
-        self._held: dict[Engine, _Held] = {}
+        self._by_name: dict[tuple[str, str], dict[str, Pin]] = {}
+        self._held: dict[EngineClient, _Held] = {}
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -105,6 +102,15 @@ class Pins:
         """The pin of the request with this key."""
         return self._pins.get(key)
 
+    def of(self, tenant: str, conversation: str) -> list[Pin]:
+        """All pins of a conversation."""
+        return [*self._by_name.get((tenant, conversation), {}).values()]
+
+    @property
+    def are_leaving(self) -> bool:
+        """An engine has not confirmed yet that it has let go of what was given up."""
+        return any(held.leaving for held in self._held.values())
+
     def add(self, pin: Pin, hold_s: float) -> None:
         """Count a pin.
 
@@ -112,6 +118,7 @@ class Pins:
             hold_s: when to give it up, in seconds from now.
         """
         self._pins[pin.key] = pin
+        self._by_name.setdefault((pin.tenant, pin.conversation), {})[pin.key] = pin
         held = self._held.setdefault(pin.engine, _Held())
         self._queue(held, pin)[pin.key] = pin
         held.blocks[pin.tenant] = held.blocks.get(pin.tenant, 0) + pin.blocks
@@ -133,9 +140,13 @@ class Pins:
         return pin
 
     def remove(self, key: str) -> Pin | None:
-        """A record was taken, or the engine has let go: count its pin no more."""
+        """Count a pin no more."""
         if (pin := self._pins.pop(key, None)) is None:
             return None
+        mine = self._by_name[pin.tenant, pin.conversation]
+        del mine[key]
+        if not mine:
+            del self._by_name[pin.tenant, pin.conversation]
         held = self._held[pin.engine]
         del self._queue(held, pin)[key]
         held.blocks[pin.tenant] -= pin.blocks
@@ -144,13 +155,13 @@ class Pins:
         self._metrics.held(pin.engine.name, -1, -pin.tokens, -pin.blocks, pin.tenant)
         return pin
 
-    def released(self, key: str, engine: Engine) -> Pin | None:
+    def released(self, key: str, engine: EngineClient) -> Pin | None:
         """The engine says that it has let go; the pin, if it was still counted."""
         if (held := self._held.get(engine)) is not None:
             held.leaving.pop(key, None)
         return self.remove(key)
 
-    def void(self, engine: Engine) -> list[Pin]:
+    def void(self, engine: EngineClient) -> list[Pin]:
         """The engine's KV is gone: the pins that were there."""
         held = self._held.get(engine)
         if held is None:
@@ -160,7 +171,7 @@ class Pins:
         del self._held[engine]
         return gone
 
-    def enforce(self, engine: Engine) -> None:
+    def enforce(self, engine: EngineClient) -> None:
         """Give up what is over the budget, the least likely to return first.
 
         What an engine holds is known from its events, whichever router it holds it for. Each router gives
@@ -208,7 +219,7 @@ class Pins:
         leaving[pin.key] = pin.blocks
         asyncio.get_running_loop().call_later(RELEASE_LOST_S, leaving.pop, pin.key, None)
         self._metrics.given_up(pin.rank.name.lower(), why)
-        self._let_go(pin, why)
+        pin.engine.release(pin.key)
 
     def _set_timer(self, pin: Pin, hold_s: float) -> None:
         if pin.timer is not None:

@@ -20,7 +20,8 @@ from carryback_server import background
 from carryback_server.address import in_url
 from carryback_server.alike import Need, differences
 from carryback_server.config import EngineConfig, RouterConfig
-from carryback_server.engines import HELLO_LOST_S, Engine, Role, Site
+from carryback_server.engine_client import EngineClient, Role
+from carryback_server.engines import HELLO_LOST_S, Engine, Site
 from carryback_server.metrics import Metrics
 
 logger = logging.getLogger("carryback")
@@ -46,8 +47,7 @@ class Pool:
     Args:
         router_id: the prefix of this router's request keys.
         on_event: called with each event for this router, which is each but `Hello`.
-        on_lost: called when an engine's KV is gone: it stopped, was taken out, or is a new run (whose id is
-            given).
+        on_lost: called when an engine's KV is gone: it stopped, was taken out, or is a new run.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Pool:
         *,
         router_id: str,
         on_event: Callable[[Engine, events.Told], None],
-        on_lost: Callable[[Engine, str | None], None],
+        on_lost: Callable[[Engine], None],
     ) -> None:
         self._config = config
         self._metrics = metrics
@@ -76,7 +76,7 @@ class Pool:
         """All engines, those that are down, ejected or about to leave as well."""
         return list(self._minders)
 
-    def of(self, role: Role, beside: Engine | None = None) -> list[Engine]:
+    def of(self, role: Role, beside: EngineClient | None = None) -> list[Engine]:
         """The engines of a role that a request can go to.
 
         Args:
@@ -96,6 +96,18 @@ class Pool:
         working = [each for each in up if not each.ejection.is_out]
         sound = [each for each in working if not each.is_paused]
         return [each for each in sound if each in (alike or up)] or sound or working or up
+
+    def askable(self, prefill: EngineClient) -> list[Engine]:
+        """The decode engines that a prefill engine can ask what they have of a prompt, and read from."""
+        return [
+            each
+            for each in self._minders
+            if each.role == "decode" and each.is_up and each.is_heard and prefill.name not in each.mismatches
+        ]
+
+    def of_run(self, run: str) -> Engine | None:
+        """The decode engine that has this id now."""
+        return next((each for each in self._minders if each.run == run and each.role == "decode"), None)
 
     def find(self, name: str, role: Role = "decode") -> Engine | None:
         """The engine of this name."""
@@ -206,7 +218,7 @@ class Pool:
             while done < PROBES_DONE:
                 await asyncio.sleep(self._config.probe_interval_s)
                 if await engine.probe():
-                    self._on_lost(engine, None)
+                    self._on_lost(engine)
                 if self.find(engine.name, engine.role) is engine:  # not one that leaves its name to another
                     engine.show()
                 done = done + 1 if engine.is_done else 0
@@ -224,7 +236,7 @@ class Pool:
             self._compare()
             if self.find(engine.name, engine.role) is None:
                 self._metrics.forget_engine(engine.role, engine.name)
-            self._on_lost(engine, None)
+            self._on_lost(engine)
         finally:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
@@ -265,7 +277,7 @@ class Pool:
         """An event of an engine has come."""
         about = engine.about
         if engine.hear(event):
-            self._on_lost(engine, event.engine)
+            self._on_lost(engine)
         if engine.about is not about:
             self._compare()
         if not isinstance(event, events.Hello):

@@ -24,7 +24,7 @@ from carryback_server.body import Body
 from carryback_server.body_worker import Answer, Job
 from carryback_server.config import RouterConfig
 from carryback_server.errors import ApiError
-from carryback_server.identify import Looked
+from carryback_server.hints import Looked
 from carryback_server.tenants import Tenant
 
 if sys.version_info >= (3, 14):

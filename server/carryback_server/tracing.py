@@ -1,4 +1,4 @@
-"""Traces: one a request, with a span for each of its six steps.
+"""Traces: one a request, with a span for each of its steps.
 
 What is here records nothing, and costs next to nothing: traces are off. A client's own trace context still
 goes to the engines as it came. `carryback_server.otel` is the same with OpenTelemetry, and is imported only
@@ -17,7 +17,7 @@ from carryback_server.metrics import Metrics
 # https://www.w3.org/TR/trace-context/
 TRACE_CONTEXT = ("traceparent", "tracestate")
 
-StepName = Literal["identify", "recall", "place", "prefill", "decode", "hold"]
+StepName = Literal["identify", "place", "prefill", "decode", "hold"]
 Value = str | int | float | bool
 
 

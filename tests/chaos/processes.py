@@ -45,7 +45,7 @@ SETTINGS: dict[str, Any] = {
     "idle_timeout_s": 6.0,
     "probe_interval_s": 0.5,
     "probe_timeout_s": 3.0,
-    "release_timeout_s": 5.0,
+    "trial_timeout_s": 5.0,
     "ejection_s": 1.0,
     "ejection_max_s": 4.0,
     "shutdown_timeout_s": 4.0,

@@ -29,7 +29,7 @@ MAX_IDLE_DESCRIPTORS = 50
 _QUIET = (
     "carryback_in_flight_requests",
     "carryback_active_streams",
-    "carryback_held_records",
+    "carryback_held_pins",
     "carryback_held_blocks",
     "carryback_engine_in_flight_requests",
     "carryback_engine_load_tokens",

@@ -29,7 +29,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRouter]:
         "send_timeout_s": 2.0,
         "max_connections": 24,
         "keepalive_timeout_s": 60,
-        "release_timeout_s": 1.0,
+        "trial_timeout_s": 1.0,
     }
     with LiveRouter(tmp_path_factory.mktemp("router"), **limits) as router:
         yield router

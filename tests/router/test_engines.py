@@ -363,7 +363,7 @@ async def test_an_engine_that_is_unwell_is_down(world: World) -> None:
 
 async def test_an_engine_that_hangs_is_ejected_until_it_works_again(world: World) -> None:
     hung, well = await world.server(), await world.server()
-    watched = await world.pool([hung.config(), well.config()], release_timeout_s=0.1)
+    watched = await world.pool([hung.config(), well.config()], trial_timeout_s=0.1)
     engine = watched.engine(hung)
     hung.mode = "hang"
     await fail(engine, 3, timeout_s=0.05)

@@ -441,7 +441,7 @@ async def test_an_engine_that_only_fails_is_put_out_and_comes_back(
     timeout_s = 1.0 if "hang" in fault else 30.0
     service = await serve(
         2, 2, prefill_lease_s=LEASE_S, first_byte_timeout_s=timeout_s, prefill_timeout_s=timeout_s,
-        answer_timeout_s=timeout_s, release_timeout_s=timeout_s, ejection_failures=2, ejection_s=1.0,
+        answer_timeout_s=timeout_s, trial_timeout_s=timeout_s, ejection_failures=2, ejection_s=1.0,
     )  # fmt: skip
     bad = service.prefills[0] if hop == "prefill" else service.decodes[0]
     bad.fault(times=None, **fault)

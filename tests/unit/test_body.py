@@ -8,7 +8,7 @@ from carryback.identity import Identifier
 from carryback_server.body import Body
 from carryback_server.endpoints import ENDPOINTS
 from carryback_server.errors import ApiError
-from carryback_server.identify import identify
+from carryback_server.hints import identify
 from hypothesis import given
 from hypothesis import strategies as st
 

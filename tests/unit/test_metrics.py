@@ -170,7 +170,7 @@ def test_what_is_held_by_engine_and_tenant() -> None:
     metrics.held("d0", 1, 64, 4, "a")
     metrics.held("d0", 1, 32, 2, "b")
     metrics.held("d0", -1, -64, -4, "a")
-    assert value(metrics, "held_records", engine="d0") == 1
+    assert value(metrics, "held_pins", engine="d0") == 1
     assert value(metrics, "held_tokens", engine="d0") == 32
     assert value(metrics, "held_blocks", engine="d0") == 2
     assert value(metrics, "tenant_held_blocks", tenant="a") == 0

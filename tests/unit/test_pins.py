@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from carryback_server.metrics import Metrics
-from carryback_server.pins import Pin, Pins, Rank, Why
+from carryback_server.pins import Pin, Pins, Rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +24,10 @@ class Holder:
     name: str
     capacity: int = 100
     pinned: int = 0
+    released: list[str] = field(default_factory=list)
+
+    def release(self, *keys: str) -> None:
+        self.released += keys
 
 
 class World:
@@ -31,8 +35,7 @@ class World:
 
     def __init__(self, budget: float, **shares: float) -> None:
         self.metrics = Metrics()
-        self.given_up: list[tuple[Pin, Why]] = []
-        self.pins = Pins(budget, self.metrics, lambda pin, why: self.given_up.append((pin, why)))
+        self.pins = Pins(budget, self.metrics)
         self.pins.shares = shares
         self.engines: Any = [Holder("one"), Holder("two")]
         self.count = 0
@@ -49,7 +52,7 @@ class World:
         self.count += 1
         key = f"k{self.count}"
         pin = Pin(
-            self.engines[engine], key, f"r-{key}", blocks * 16, blocks, tenant, key, rank, since=float(self.count)
+            self.engines[engine], key, blocks * 16, blocks, tenant, key, rank, since=float(self.count)
         )  # fmt: skip
         self.engines[engine].pinned += blocks
         self.pins.add(pin, hold_s)
@@ -67,7 +70,8 @@ class World:
 
 
 def keys(world: World) -> list[str]:
-    return [pin.key for pin, _ in world.given_up]
+    """Of the pins that were given up."""
+    return [key for engine in world.engines for key in engine.released]
 
 
 async def test_nothing_is_given_up_within_the_budget() -> None:
@@ -75,7 +79,7 @@ async def test_nothing_is_given_up_within_the_budget() -> None:
     for _ in range(5):
         world.pin(10)
         world.pins.enforce(world.engines[0])
-    assert world.given_up == []
+    assert keys(world) == []
     assert world.sample("held_blocks", engine="one") == 50
     assert world.sample("pin_budget_blocks", engine="one") == 50
 
@@ -119,7 +123,6 @@ async def test_a_tenant_s_share_costs_that_tenant_alone() -> None:
     guests = [world.pin(4, tenant="guests") for _ in range(4)]
     world.pins.enforce(world.engines[0])
     assert keys(world) == [guests[0].key, guests[1].key]
-    assert {why for _, why in world.given_up} == {"tenant_share"}
     assert all(world.pins.get(pin.key) is pin for pin in acme)
     assert world.sample("pins_given_up_total", rank="turn_end", reason="tenant_share") == 2
 
@@ -131,9 +134,10 @@ async def test_a_pin_s_time_is_what_was_said_last() -> None:
     world.pins.settle(done.key, Rank.TURN_END, FOREVER_S)
     world.pins.settle(tool.key, Rank.MID_TURN, 0.0)
     async with asyncio.timeout(10):
-        while not world.given_up:  # noqa: ASYNC110
+        while not keys(world):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    assert [(pin.key, why) for pin, why in world.given_up] == [(tool.key, "retention")]
+    assert keys(world) == [tool.key]
+    assert world.sample("pins_given_up_total", rank="mid_turn", reason="retention") == 1
     assert world.pins.get(done.key) is done
 
 
@@ -142,7 +146,7 @@ async def test_an_engine_without_a_known_capacity_is_left_alone() -> None:
     world.engines[0].capacity = 0
     world.pin(10)
     world.pins.enforce(world.engines[0])
-    assert world.given_up == []
+    assert keys(world) == []
 
 
 @dataclass
@@ -186,7 +190,7 @@ STEP = st.one_of(
         st.just("add"), st.integers(0, 40), st.sampled_from(Rank), st.sampled_from(TENANTS), st.integers(0, 1)
     ),
     st.tuples(st.just("others"), st.integers(0, 60), st.integers(0, 1)),
-    st.tuples(st.just("take"), st.integers(0, 50)),
+    st.tuples(st.just("remove"), st.integers(0, 50)),
     st.tuples(st.just("settle"), st.integers(0, 50), st.sampled_from(Rank)),
     st.tuples(st.just("let go"), st.integers(0, 50)),
     st.tuples(st.just("confirm"), st.integers(0, 50)),
@@ -213,7 +217,7 @@ async def _live(steps: list[Any], budget: float, shares: dict[str, float]) -> No
         engine = world.engines[args[-1]] if kind in ("add", "others", "void", "enforce") else None
         pin = (
             model.pins[args[0] % len(model.pins)]
-            if kind in ("take", "settle", "let go") and model.pins
+            if kind in ("remove", "settle", "let go") and model.pins
             else None
         )
         if kind == "add":
@@ -228,11 +232,10 @@ async def _live(steps: list[Any], budget: float, shares: dict[str, float]) -> No
             model.leaving = {key: each for key, each in model.leaving.items() if each[0] is not engine}
             engine.pinned = others[engine.name]
         elif kind == "enforce":
-            wanted, before = model.expect(engine), len(world.given_up)
+            wanted, before = model.expect(engine), len(engine.released)
             world.pins.enforce(engine)
-            given_up = world.given_up[before:]
-            assert [each.key for each, _ in given_up] == wanted
-            for each, _ in given_up:
+            assert engine.released[before:] == wanted
+            for each in [each for each in model.pins if each.key in wanted]:
                 model.pins.remove(each)
                 model.leaving[each.key] = (each.engine, each.blocks)
         elif kind == "confirm" and model.leaving:
@@ -240,8 +243,7 @@ async def _live(steps: list[Any], budget: float, shares: dict[str, float]) -> No
             holder, blocks = model.leaving.pop(key)
             holder.pinned -= blocks
             assert world.pins.released(key, holder) is None
-        elif pin is not None and kind == "take":
-            # It was taken to be read: the engine goes on holding it until it was.
+        elif pin is not None and kind == "remove":
             assert world.pins.remove(pin.key) is pin
             assert world.pins.remove(pin.key) is None
             model.pins.remove(pin)
@@ -252,6 +254,7 @@ async def _live(steps: list[Any], budget: float, shares: dict[str, float]) -> No
             assert world.pins.released(pin.key, pin.engine) is pin
             model.pins.remove(pin)
         check(world, model)
+    assert world.pins.are_leaving == bool(model.leaving)
     world.pins.give_up_all()
     model.pins.clear()
     check(world, model)
@@ -261,9 +264,10 @@ def check(world: World, model: Model) -> None:
     """All counts are what is there."""
     assert len(world.pins) == len(model.pins)
     assert all(world.pins.get(pin.key) is pin for pin in model.pins)
+    assert all(world.pins.of(pin.tenant, pin.conversation) == [pin] for pin in model.pins)
     for engine in world.engines:
         here = [pin for pin in model.pins if pin.engine is engine]
-        assert world.sample("held_records", engine=engine.name) == len(here)
+        assert world.sample("held_pins", engine=engine.name) == len(here)
         assert world.sample("held_blocks", engine=engine.name) == sum(pin.blocks for pin in here)
         assert world.sample("held_tokens", engine=engine.name) == sum(pin.tokens for pin in here)
     for tenant in TENANTS:

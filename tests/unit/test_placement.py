@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from carryback_server.placement import TokenEstimate, decode_engine, less_loaded
+from carryback_server.pipeline.place import TokenEstimate, decode_engine, less_loaded
 from hypothesis import assume, given
 from hypothesis import strategies as st
 

@@ -9,7 +9,6 @@ import pytest
 from carryback_server.config import (
     LEASE_MARGIN_S,
     ConfigError,
-    EngineSettings,
     RouterSettings,
     ServeConfig,
     load,
@@ -21,11 +20,7 @@ REDIS = "redis://127.0.0.1:6379"
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({"hold_s": 5.5}, ["hold_s", "5.5 s", "0 to hold nothing"]),
-        ({"hold_s": 0.1}, ["hold_s"]),
-        ({"hold_first_s": 4}, ["hold_first_s"]),
         ({"prefill_lease_s": 1}, ["prefill_lease_s", "1 s"]),
-        ({"pin_budget": 0}, ["pin_budget", "hold_s"]),
         ({"ejection_s": 20, "ejection_max_s": 10}, ["ejection_s (20)", "ejection_max_s (10)"]),
         (
             {"max_response_bytes": 2000, "responses_max_bytes": 1000},
@@ -43,8 +38,6 @@ def test_what_cannot_work_is_named(settings: dict[str, object], names: list[str]
 
 
 def test_an_engines_and_a_pairs_own() -> None:
-    with pytest.raises(ConfigError, match=r"hold_s is 3: what is held could never be read"):
-        load(EngineSettings, hold_s=3)
     with pytest.raises(ConfigError, match=r"restart_wait_s \(9\) is above restart_wait_max_s \(5\)"):
         load(ServeConfig, restart_wait_s=9, restart_wait_max_s=5)
 
@@ -77,7 +70,7 @@ def test_what_can_work(settings: dict[str, object]) -> None:
 
 def test_the_margin_is_the_plug_ins() -> None:
     """Said twice, since routers run without vLLM."""
-    source = Path(__file__).parents[2] / "server" / "carryback_vllm" / "connector.py"
+    source = Path(__file__).parents[2] / "server" / "carryback_vllm" / "worker.py"
     for node in ast.parse(source.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LEASE_MARGIN_S":
             assert ast.literal_eval(node.value) == LEASE_MARGIN_S

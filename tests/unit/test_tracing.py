@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 CHAT = "/v1/chat/completions"
-STEPS = ("identify", "recall", "place", "prefill", "decode", "hold")
+STEPS = ("identify", "place", "prefill", "decode", "hold")
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 
 from carryback_server.doctor.asking import Asker
 from carryback_server.doctor.engines import Seen
 from carryback_server.doctor.finding import Finding, fail, ok, skip, warn
-from carryback_server.hold import EXPIRY_MARGIN_S
 
 # For the engine's event, which may come a moment after its answer.
 _TRIES = 20
@@ -20,38 +20,28 @@ def engine_hold(seen: Seen) -> Finding:
     hold_s = seen.about.get("hold_s")
     if hold_s is None:
         return skip("hold", f"{seen.name} does not say how long it holds")
-    if hold_s <= EXPIRY_MARGIN_S:
-        found = f"{seen.name} holds for {hold_s:g} s what comes without a time, and the last {EXPIRY_MARGIN_S:g} s are not used"
-        fix = "decoder_kv_blocks_ttl in its kv_connector_extra_config (carryback engine --hold-s)"
-        return warn("hold", found, fix)
     return ok("hold", f"{seen.name} holds for {hold_s:g} s, unless a router says")
 
 
 async def after_turn(url: str, headers: Mapping[str, str], asker: Asker, prefix: str) -> Finding:
-    """What is held after a turn, and for how long it can still be used.
+    """Where the router says that a conversation is after a turn, and for how long its KV is pinned there.
 
     Args:
         url: of the conversation, at the router.
         prefix: of what is found.
     """
-    held = None
+    location: dict[str, Any] = {}
     for _ in range(_TRIES):
         reply = await asker.ask(url, headers=headers)
         view = reply.json if isinstance(reply.json, dict) else {}
-        if held := view.get("held"):
+        if (location := view.get("location") or {}).get("tokens"):
             break
         await asyncio.sleep(_WAIT_S)
-    if not held:
-        fix = (
-            f"hold_s and hold_mid_turn_s of the router, above {EXPIRY_MARGIN_S:g} s; or see why the decode engine is "
-            "not heard (events, above)"
-        )
-        return fail("hold", f"{prefix}nothing is held after the first turn", fix)
-    left, tokens = held["expires_in_s"], held["tokens"]
-    if left <= 0:
-        found = (
-            f"{prefix}{tokens} tokens are held, and expire before they can be read: the last "
-            f"{EXPIRY_MARGIN_S:g} s are not used"
-        )
-        return fail("hold", found, "a longer hold_mid_turn_s and hold_s in the router's settings")
-    return ok("hold", f"{prefix}{tokens} tokens are held for the next turn, for {left:g} s")
+    tokens, pinned_s = location.get("tokens", 0), location.get("pinned_s", 0)
+    if not tokens:
+        found = f"{prefix}no decode engine has said what it has of the first turn"
+        return fail("hold", found, "see why the decode engine is not heard (events, above)")
+    if not pinned_s:
+        found = f"{prefix}{tokens} tokens can be found until they are overwritten: nothing is pinned"
+        return warn("hold", found, "hold_s, hold_mid_turn_s and pin_budget in the router's settings, above 0")
+    return ok("hold", f"{prefix}{tokens} tokens are pinned for the next turn, for {pinned_s:g} s")

@@ -1,6 +1,6 @@
 """One simulation: agents, the router's own code, and engines, for a while of virtual time.
 
-Of the router, what decides is the real thing: placement (`carryback_server.placement`), what is held and for
+Of the router, what decides is the real thing: placement (`carryback_server.pipeline.place`), what is held and for
 how long (`hold`, `pins`), the records (`state`), loads and events (`engines`), and what pays (`costs`). Only its
 transport is not there: requests reach engines by a call, not over HTTP.
 """
@@ -25,7 +25,7 @@ from carryback_server.costs import Costs
 from carryback_server.engines import Engine, Role, Site
 from carryback_server.hold import Holding
 from carryback_server.metrics import Metrics
-from carryback_server.placement import decode_engine, less_loaded
+from carryback_server.pipeline.place import decode_engine, less_loaded
 from carryback_server.simulate.agents import Agent, Step
 from carryback_server.simulate.engine import READ_GRACE_S, DecodeEngine, Job, Offer, PrefillEngine
 from carryback_server.simulate.loop import VirtualLoop

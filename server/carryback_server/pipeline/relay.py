@@ -1,78 +1,22 @@
-"""Step 5, second half: a decode engine's answer, to the client byte for byte."""
+"""Step 5: a decode engine's answer, to the client byte for byte."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from aiohttp import web
 
+from carryback_server.answer import Answer
 from carryback_server.endpoints import Endpoint
-from carryback_server.errors import ApiError, foreign
-from carryback_server.upstream import BadAnswer, BrokeOff, IdleTimeout, Reply, UpstreamError
+from carryback_server.errors import ApiError
+from carryback_server.upstream import IdleTimeout, UpstreamError
 
 # Of a stream that the client is slow to take; then the engine's is not read on.
 MAX_UNSENT_BYTES = 2**18
 _UNSENT_POLL_S = 0.01
-# A stream that says nothing in so many bytes is passed on as an answer.
-MAX_GREETING_BYTES = 2**18
 # For the last bytes of the framing, after an answer's end; else its connection is not kept.
 _FRAMING_S = 1.0
-
-
-@dataclass
-class Answer:
-    """A decode engine's answer, begun: its status and its first bytes are there.
-
-    Attributes:
-        first: the first bytes, with the first token in them; all, if it is not a stream of events.
-        is_stream: more may follow.
-    """
-
-    status: int
-    content_type: str
-    first: bytes
-    is_stream: bool
-    reply: Reply
-    error: bytes | None = None
-    "The error object, JSON, of a stream that failed before it had a token."
-
-    @property
-    def has_failed(self) -> bool:
-        """The engine failed, before it generated anything, whatever the status says."""
-        return self.status >= 500 or self.error is not None
-
-
-async def begin(reply: Reply, endpoint: Endpoint) -> Answer:
-    """Wait for an answer's first bytes.
-
-    A stream's status says nothing: vLLM sends it before it knows whether the request will work.
-
-    Raises:
-        UpstreamError: it was broken off, or is no answer of an engine's.
-    """
-    try:
-        if (problem := foreign(reply.status, reply.content_type)) is not None:
-            if reply.status == 200:
-                raise BadAnswer(problem.message)
-            await reply.read()
-            return Answer(reply.status, "application/json", endpoint.error_body(problem), False, reply)
-        if not reply.content_type.startswith("text/event-stream"):
-            return Answer(reply.status, reply.content_type, await reply.read(), False, reply)
-        first = await reply.read_some()
-        while (
-            len(first) < MAX_GREETING_BYTES
-            and endpoint.is_preliminary(first)
-            and (more := await reply.read_some())
-        ):
-            first += more
-    except BaseException:
-        reply.close()
-        raise
-    if not first:
-        raise BrokeOff("an empty answer")
-    return Answer(reply.status, reply.content_type, first, True, reply, endpoint.stream_error(first))
 
 
 class _Stream(web.StreamResponse):

@@ -1,4 +1,4 @@
-"""Step 1: which conversation and turn a request belongs to. Hints only; engines prove the rest."""
+"""Which conversation and turn a request belongs to. Hints only; engines prove the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from carryback_server.errors import ApiError
 
 
 @dataclass(frozen=True)
-class Who:
+class RequestIdentity:
     """Where a request belongs.
 
     Attributes:
@@ -84,7 +84,7 @@ def identify(
     chain: Chain | None = None,
     hints: Sequence[str] = wire.CONVERSATION_HEADERS,
     looked: Looked | None = None,
-) -> Who:
+) -> RequestIdentity:
     """Read a request's hints, else its chain of responses, else infer from its messages. Takes
     `conversation_id` out of the body.
 
@@ -113,15 +113,15 @@ def identify(
         conversation, parent = chain.conversation, parent or chain.parent
     if conversation and turn and step:
         # All is said, and the messages, the bulk of the body, need not be parsed.
-        return Who(conversation, parent, turn, step, ends=ends, named_by=named_by)
+        return RequestIdentity(conversation, parent, turn, step, ends=ends, named_by=named_by)
     if looked is None:
         looked = look(endpoint, body, scope=tenant, with_history=not conversation)
     if conversation or looked.history is None:
-        return Who(
+        return RequestIdentity(
             conversation, parent, turn or looked.turn, step or looked.step, ends=ends, named_by=named_by
         )
     identity = identifier.recognise(looked.history)
-    return Who(
+    return RequestIdentity(
         identity.conversation,
         parent or identity.parent,
         turn or identity.turn,

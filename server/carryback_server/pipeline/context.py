@@ -1,0 +1,69 @@
+"""One request on its way."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from carryback_server.access_log import Entry
+from carryback_server.chains import Chain
+from carryback_server.endpoints import Endpoint
+from carryback_server.engine_client import Blame, Prompt
+from carryback_server.explain import Kept
+from carryback_server.hints import RequestIdentity
+from carryback_server.live import Step
+from carryback_server.state import Conversation
+from carryback_server.tracing import Trace
+
+
+@dataclass(frozen=True)
+class Identified:
+    """What a request asks, and where it belongs.
+
+    Attributes:
+        conversation: as it was before; without an id, one that nothing is kept of.
+        chain: of a request for a response, what its `previous_response_id` stands for.
+        came: when it came, in seconds since the epoch.
+        use: whether it may reuse anything.
+        alone: why a decode engine does all of it; empty if it goes through both hops.
+        leaves: whether a later request may reuse what it leaves.
+        hold_s: how long its decode engine is to pin that, in seconds.
+    """
+
+    prompt: Prompt
+    identity: RequestIdentity
+    conversation: Conversation
+    came: float
+    chain: Chain | None = None
+    use: bool = True
+    alone: str = ""
+    leaves: bool = False
+    hold_s: float = 0.0
+
+
+@dataclass(eq=False)
+class RequestContext:
+    """What is said of one request, to its client and to operators.
+
+    Attributes:
+        entry: for the log, the metrics and the trace.
+        step: what operators see of it.
+        headers: what the answer says about it.
+        started: when it came, on the event loop's clock.
+        blame: whose fault it is where it fails.
+        kept: what is kept of it to explain its reuse, if anything is.
+    """
+
+    endpoint: Endpoint
+    trace: Trace
+    entry: Entry
+    step: Step
+    headers: dict[str, str] = field(default_factory=dict)
+    started: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    blame: Blame = field(default_factory=Blame)
+    kept: Kept | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it came."""
+        return asyncio.get_running_loop().time() - self.started

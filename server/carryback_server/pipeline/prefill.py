@@ -1,0 +1,238 @@
+"""Step 3: a prompt at a prefill engine, which reads what decode engines have of it and computes the rest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from carryback.wire import Report, Reuse, Work
+
+from carryback_server.config import RouterConfig
+from carryback_server.costs import Costs
+from carryback_server.engine_client import EngineClient, EngineDown, Engines, Refused
+from carryback_server.metrics import Metrics
+from carryback_server.pipeline.ask import Ask
+from carryback_server.pipeline.context import Identified, RequestContext
+from carryback_server.pipeline.place import Place, TokenEstimate
+
+logger = logging.getLogger("carryback")
+
+
+class PromptKv:
+    """A prompt's KV at a prefill engine, as a context: a decode engine has it to read, or it is released.
+
+    Args:
+        engine: the prefill engine; None: there is no KV.
+        key: of the request there.
+
+    Attributes:
+        params: the `kv_transfer_params` for the decode hop, once they are known.
+    """
+
+    def __init__(self, engine: EngineClient | None = None, key: str = "") -> None:
+        self.engine = engine
+        self.key = key
+        self.params: Mapping[str, Any] = {}
+        self._is_handed_over = False
+
+    def hand_over(self) -> Mapping[str, Any]:
+        """A decode engine gets this, to read it."""
+        self._is_handed_over = True
+        return self.params
+
+    def take_back(self) -> None:
+        """That engine does not read it, for certain."""
+        self._is_handed_over = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.engine is not None and not self._is_handed_over:
+            self.engine.release(self.key)
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """What the prefill hop gave.
+
+    Attributes:
+        kv: of the prompt; none, if a decode engine has to compute it itself.
+        work: how long it took, as the engine says.
+        holder: the decode engine that had most of it.
+    """
+
+    reuse: Reuse
+    kv: PromptKv = field(default_factory=PromptKv)
+    work: Work | None = None
+    holder: EngineClient | None = None
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Has prefill engines compute prompts."""
+
+    config: RouterConfig
+    engines: Engines
+    place: Place
+    ask: Ask
+    estimate: TokenEstimate
+    costs: Costs
+    metrics: Metrics
+    new_key: Callable[[], str]
+
+    @asynccontextmanager
+    async def __call__(
+        self,
+        context: RequestContext,
+        asked: Identified,
+        last: EngineClient | None,
+        beside: EngineClient | None,
+    ) -> AsyncIterator[Prefilled]:
+        """Prefill a prompt, at another engine if one fails. At the end nothing is left at any.
+
+        Args:
+            last: the decode engine where the conversation was last.
+            beside: the one that will read the prompt's KV, if that is known.
+
+        Raises:
+            Refused: an engine refused the request.
+        """
+        tried: list[EngineClient] = []
+        while not asked.alone:
+            with context.trace.step("place") as step:
+                engine = self.place.prefill(beside, tried)
+                if engine is None:
+                    break
+                step.engine(engine.name, engine.url)
+            tried.append(engine)
+            with PromptKv(engine, self.new_key()) as kv:
+                try:
+                    prefilled = await self._at(engine, kv, context, asked, last, beside)
+                except Refused:
+                    if not asked.prompt.changes_tools:
+                        raise
+                    # Without a tool parser, an engine takes no free choice of tools. The decode engine knows.
+                    prefilled = Prefilled(Reuse("miss", 0, "prefill_refused"))
+                except EngineDown as error:
+                    self._failed(context, error)
+                    continue
+                yield prefilled
+                return
+        # A decode engine does the whole request.
+        reason = asked.alone or ("prefill_failed" if tried else "prefill_unavailable")
+        yield Prefilled(Reuse("miss", 0, reason))
+
+    async def _at(
+        self,
+        engine: EngineClient,
+        kv: PromptKv,
+        context: RequestContext,
+        asked: Identified,
+        last: EngineClient | None,
+        beside: EngineClient | None,
+    ) -> Prefilled:
+        """Prefill a prompt at one engine.
+
+        Raises:
+            EngineDown: it failed.
+            Refused: it refused the request.
+        """
+        prompt, entry, location = asked.prompt, context.entry, asked.conversation.location
+        question = self.ask(engine, location, last, beside) if asked.use else {"carryback_ask": []}
+        params = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "carryback_key": kv.key,
+            "carryback_tell": engine.is_heard,
+            "hold_s": self.config.prefill_lease_s,
+            **question,
+        }
+        expected = location.tokens if asked.use and last is not None and location is not None else 0
+        tokens = max(self.estimate.tokens(prompt.size) - expected, 1)
+        entry.prefill_engine = engine.name
+        sent_s = context.elapsed_s
+        with context.trace.step("prefill") as step, engine.busy(tokens, context.blame):
+            step.engine(engine.name, engine.url)
+            try:
+                given = await engine.prefill(
+                    prompt,
+                    params,
+                    key=kv.key,
+                    headers=step.headers(),
+                    timeout_s=self.config.prefill_timeout_s,
+                )
+            except EngineDown as error:
+                step.event("retry", reason=error.why)
+                raise
+            finally:
+                entry.prefill_s += context.elapsed_s - sent_s
+        context.blame.worked(engine)
+        report, work = _reported(given)
+        if report is None:
+            logger.error(
+                "prefill engine %s runs without carryback's plug-in, or with one of a release that this router cannot "
+                "read: nothing is transferred",
+                engine.name,
+            )
+            return Prefilled(Reuse("miss", 0, "no_plugin"))
+        reason = report.reason
+        if asked.use:
+            self.metrics.observe_question(len(question["carryback_ask"]), report)
+            reason = _reason(reason, is_lost=location is not None and last is None)
+        reuse = Reuse(report.outcome, report.tokens, reason, report.recomputed, report.cached, report.found)
+        self.estimate.learn(prompt.size, reuse.prompt_tokens)
+        if given.get("remote_block_ids"):
+            kv.params = given
+        holder = self.engines.of_run(report.holder) if report.holder else None
+        prefilled = Prefilled(reuse, kv, work, holder)
+        self._learn(context, engine, prefilled)
+        return prefilled
+
+    def _learn(self, context: RequestContext, engine: EngineClient, prefilled: Prefilled) -> None:
+        reuse, work = prefilled.reuse, prefilled.work
+        if work is None:
+            return
+        context.entry.compute_s = work.compute_s
+        if reuse.tokens:
+            context.entry.read_s = work.read_s
+        holder = prefilled.holder.name if prefilled.holder is not None and reuse.tokens else None
+        self.costs.learn(engine.name, holder, reuse, work)
+        if holder is not None:
+            self.metrics.break_even(engine.name, holder, self.costs.break_even(engine.name, holder))
+
+    def _failed(self, context: RequestContext, error: EngineDown) -> None:
+        logger.warning("prefill: %s", error)
+        self.metrics.retries.labels("prefill", error.why).inc()
+        context.entry.retries += 1
+
+
+def _reported(given: dict[str, Any]) -> tuple[Report | None, Work | None]:
+    """What a prefill engine says that it did. Taken out of its answer, which a decode engine gets."""
+    with suppress(msgspec.ValidationError):
+        report = msgspec.convert(given.pop("carryback_reuse", None), Report)
+        work = msgspec.convert(given.pop("carryback_work", None), Work | None)
+        if report.reason.isidentifier():
+            return report, work
+    return None, None
+
+
+def _reason(reason: str, *, is_lost: bool) -> str:
+    """Why no more was reused, of a request that may reuse: a prefill engine does not know whom it could not ask.
+
+    Args:
+        is_lost: the engine where the conversation was last is gone, or was started anew.
+    """
+    if is_lost and reason in ("overwritten", "new", "no_answer", "off"):
+        return "engine_lost"
+    return "no_answer" if reason == "off" else reason
