@@ -53,13 +53,17 @@ def lines(found: dict[str, Any]) -> Iterator[Text]:
 
 def _found(found: dict[str, Any]) -> Iterator[Text]:
     """What decode engines had, and what the conversation had left there."""
-    left, tokens = found["left_tokens"], found["found_tokens"]
-    if not found["asked"] and not tokens:
+    tokens, left = found["found_tokens"], found["left_tokens"]
+    if not found["asked"]:
         return
-    holder = f" ({found['holder']})" if tokens and found["holder"] else ""
-    had = f"the first {tokens:,}" if tokens else "none"
-    before = f"; the conversation had left {left:,}" if left is not None else ""
-    yield Text(f"Of these tokens a decode engine{holder} had {had}{before}.")
+    holder = f" ({found['holder']})" if found["holder"] else ""
+    had = (
+        f"A decode engine{holder} had the first {tokens:,} of them"
+        if tokens
+        else "No decode engine had any of them"
+    )
+    before = f"; the conversation's last request had left {left:,} tokens" if left is not None else ""
+    yield Text(f"{had}{before}.")
     if found["shared_tokens"]:
         whose = (
             f"conversation {_shown(found['shared_with'])}" if found["shared_with"] else "another conversation"

@@ -436,7 +436,7 @@ async def test_a_beginning_that_another_conversation_has(scene: Scene) -> None:
     found = await scene.explain()
     assert (found.left_tokens, found.found_tokens, found.holder) == (None, known, "d0")
     assert (found.shared_tokens, found.shared_with) == (known, "mine")
-    assert f"a decode engine (d0) had the first {known}." in scene.says(found)
+    assert f"A decode engine (d0) had the first {known} of them." in scene.says(found)
     assert "They are the beginning of conversation mine, too." in scene.says(found)
 
 
@@ -482,7 +482,10 @@ async def test_what_was_overwritten_alone_has_no_cause_in_the_prompt(scene: Scen
     found = await scene.explain()
     assert (found.compared, found.causes, found.why, found.parting) == ("nothing", [], "", None)
     assert found.left_tokens is not None
-    assert f"had the first 32; the conversation had left {found.left_tokens}" in scene.says(found)
+    assert (
+        f"had the first 32 of them; the conversation's last request had left {found.left_tokens}"
+        in scene.says(found)
+    )
     assert "overwritten" in found.means
 
 
