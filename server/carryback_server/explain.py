@@ -10,11 +10,12 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from carryback.wire import Report, Reuse
 
+from carryback_server.as_chat import to_tokenize
 from carryback_server.body import Body
 from carryback_server.causes import (
     REASONS,
@@ -28,23 +29,18 @@ from carryback_server.causes import (
     respelled_calls,
     template_causes,
 )
-from carryback_server.endpoints import AnthropicMessages, Chat, Completions, Endpoint
+from carryback_server.endpoints import Completions, Endpoint
 from carryback_server.errors import ApiError
 from carryback_server.lru import FairLru
 from carryback_server.said import (
-    SETTINGS,
     Answered,
     Asked,
     Said,
     answered,
     asked,
-    called,
     first_answer,
-    message,
 )
-
-if TYPE_CHECKING:
-    from carryback_server.state import Location
+from carryback_server.state import Location
 
 # Of an answer; one that is longer is not kept.
 MAX_ANSWER_BYTES = 2**20
@@ -55,6 +51,8 @@ _AFTER_CHARACTERS = 60
 # Conversations that are looked at for one that a new one continues, or begins as.
 _LOOK = 100
 _FRONT = ("model", "cache_salt", "tools", "system", "instructions")
+# In a body, at least.
+_BYTES_OF_A_TOKEN = 2
 _NOT_KEPT = (
     "the request before this one is no longer kept: others of the conversation have come since, or it had to make room "
     "(explain_bytes)"
@@ -63,8 +61,6 @@ _NOT_HERE = (
     "the request before this one is not kept here: another router or worker served it, or this one did before it was "
     "started anew"
 )
-# In a body, at least.
-_BYTES_OF_A_TOKEN = 2
 # Characters by which a message is found in a rendered prompt.
 _PROBE = 60
 
@@ -313,7 +309,8 @@ async def explain(requests: Sequence[Kept], ask: Ask, others: Iterable[Kept] = (
     if not new.left_by:
         if new.named_by and (before := _continued(new, known)) is not None:
             result.compared, result.causes = "messages", [renamed(new.named_by, before.conversation)]
-        result.shared_tokens = reuse.found
+        # Requests of its own that broke off may have left something, too.
+        result.shared_tokens = reuse.found if len(requests) == 1 else 0
     elif reuse.reason == "history_changed" or (
         reuse.reason == "below_threshold" and reuse.found < new.left_tokens
     ):
@@ -544,7 +541,7 @@ class _Comparison:
         """
         if isinstance(kept.endpoint, Completions) and isinstance(prompt := kept.body.get("prompt"), list):
             return prompt
-        tokens = await self._tokenized(_to_tokenize(kept, asked))
+        tokens = await self._tokenized(to_tokenize(kept.endpoint, kept.body, asked))
         counted = kept.reuse.prompt_tokens
         if counted and counted != len(tokens):
             raise CannotAsk(
@@ -613,169 +610,6 @@ class _Comparison:
             if messages[at].role in ("prompt", "tokens")
             else f"message {message} ({messages[at].role})"
         )
-
-
-def _to_tokenize(kept: Kept, asked: Asked) -> dict[str, Any]:
-    """The request for `/tokenize` that renders a prompt as its endpoint does.
-
-    vLLM 0.32 (`vllm/entrypoints/serve/tokenize/protocol.py`).
-    """
-    body = kept.body
-    request: dict[str, Any] = {"model": asked.model} if asked.model else {}
-    if isinstance(kept.endpoint, Completions):
-        request["prompt"] = body.get("prompt")
-        if body.has("add_special_tokens"):
-            request["add_special_tokens"] = body.get("add_special_tokens")
-        return request
-    taken = set(SETTINGS) - {"documents", "reasoning_effort", "reasoning", "thinking", "output_config"}
-    request |= {name: value for name, value in asked.settings.items() if name in taken}
-    words: dict[str, Any] = {
-        name: asked.settings[name] for name in ("documents", "reasoning_effort") if name in asked.settings
-    }
-    given = request.get("chat_template_kwargs") or {}
-    if "reasoning_effort" in words and "enable_thinking" not in given:
-        words["enable_thinking"] = words["reasoning_effort"] != "none"
-    if words:
-        request["chat_template_kwargs"] = {**given, **words}
-    if isinstance(kept.endpoint, Chat):
-        request["messages"] = body.get("messages")
-        if asked.tools:
-            request["tools"] = asked.tools
-        return request
-    # Engines turn these into a chat, too.
-    if isinstance(kept.endpoint, AnthropicMessages):
-        given_messages = (kept.endpoint.messages(body) or ([], None))[0]
-        request["messages"] = [each for given in given_messages for each in _apart(given)]
-        tools = [_as_function(tool) for tool in asked.tools]
-    else:
-        request["messages"] = _of_items((kept.endpoint.messages(body) or ([], None))[0])
-        tools = [function for tool in asked.tools for function in _of_response(tool)]
-    if tools:
-        request["tools"] = tools
-    return request
-
-
-def _apart(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One of Anthropic's messages as messages of a chat: results of tools are messages of their own."""
-    content = given.get("content")
-    blocks = [each for each in content if isinstance(each, dict)] if isinstance(content, list) else []
-    results = [each for each in blocks if each.get("type") == "tool_result"]
-    for block in results:
-        inner = block.get("content")
-        texts = (
-            [message({"role": "tool", "content": [part]}).text for part in inner]
-            if isinstance(inner, list)
-            else [inner]
-        )
-        yield {"role": "tool", "tool_call_id": "call", "content": "\n".join(each or "" for each in texts)}
-    if not results:
-        yield _as_chat(message(given))
-    elif rest := [each for each in blocks if each not in results]:
-        yield _as_chat(message({**given, "content": rest}))
-
-
-def _of_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items of a response as messages of a chat.
-
-    vLLM 0.32 (`vllm/entrypoints/openai/responses/utils.py`).
-    """
-    chat: list[dict[str, Any]] = []
-    for item in items:
-        kind, added = item.get("type"), dict[str, Any]()
-        if kind in ("function_call", "custom_tool_call"):
-            call = called(item)
-            function = {"name": call.name, "arguments": call.arguments}
-            made = {"id": item.get("call_id") or "call", "type": "function", "function": function}
-            if chat and chat[-1]["role"] == "assistant":
-                chat[-1].setdefault("tool_calls", []).append(made)
-                continue
-            added["tool_calls"] = [made]
-        elif kind == "reasoning":
-            thoughts = item.get("content") or item.get("summary") or [{}]
-            added["reasoning"] = thoughts[0].get("text") or ""
-        elif kind in ("function_call_output", "custom_tool_call_output"):
-            output = _parts_of_chat(item.get("output"))
-            chat.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id") or "call"})
-            continue
-        elif item.get("role") == "assistant":
-            content = item.get("content")
-            added["content"] = content[0].get("text") if isinstance(content, list) and content else content
-        else:
-            chat.append({"role": item.get("role"), "content": _parts_of_chat(item.get("content"))})
-            continue
-        # Thoughts, text and calls of one answer are one message.
-        if chat and chat[-1]["role"] == "assistant" and not chat[-1].keys() & added.keys():
-            chat[-1] |= added
-        else:
-            chat.append({"role": "assistant", **added})
-    return chat
-
-
-def _parts_of_chat(content: Any) -> Any:
-    if not isinstance(content, list):
-        return content
-    texts = ("input_text", "output_text")
-    return [
-        {"type": "text", "text": part.get("text")}
-        if isinstance(part, dict) and part.get("type") in texts
-        else part
-        for part in content
-    ]
-
-
-def _of_response(tool: Any) -> Iterator[dict[str, Any]]:
-    """The functions that a tool of the Responses API is to the model; most of its other tools are none.
-
-    vLLM 0.32 (`vllm/tool_parsers/utils.py`).
-    """
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind == "function":
-        yield _as_function(tool)
-    elif kind == "custom":
-        payload = {"type": "string", "description": "The freeform text payload for this tool."}
-        yield _as_function(
-            {
-                "name": tool.get("name"),
-                "description": tool.get("description"),
-                "parameters": {
-                    "type": "object",
-                    "properties": {"input": payload},
-                    "required": ["input"],
-                    "additionalProperties": False,
-                },
-            }
-        )
-    elif kind == "namespace":
-        for each in tool.get("tools") or ():
-            if each.get("type") == "function":
-                yield _as_function({**each, "name": f"{tool.get('name')}__{each.get('name')}"})
-
-
-def _as_chat(said: Said) -> dict[str, Any]:
-    chat: dict[str, Any] = {"role": said.role}
-    if said.text or not (said.reasoning or said.calls):
-        chat["content"] = said.text
-    if said.reasoning:
-        chat["reasoning"] = said.reasoning
-    if said.calls:
-        chat["tool_calls"] = [
-            {"id": "call", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in said.calls
-        ]
-    if said.role == "tool":
-        chat["tool_call_id"] = "call"
-    return chat
-
-
-def _as_function(tool: Any) -> Any:
-    """A tool of the Responses API or of Anthropic's, as a chat has it."""
-    if not isinstance(tool, dict) or "function" in tool:
-        return tool
-    function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
-    parameters = tool.get("parameters", tool.get("input_schema"))
-    if parameters is not None:
-        function["parameters"] = parameters
-    return {"type": "function", "function": function}
 
 
 def _spoken(said: Said) -> str:

@@ -447,6 +447,14 @@ async def test_whose_beginning_it_is_may_not_be_known(scene: Scene) -> None:
     assert "another conversation" in scene.says(found)
 
 
+async def test_what_a_request_that_broke_off_had_left_is_nobody_elses(scene: Scene) -> None:
+    scene.ask(chat(user(WORDS)))
+    del scene.left["t"]
+    scene.ask(chat(user(WORDS)), reason="verified", outcome="hit", found=64)
+    found = await scene.explain()
+    assert (found.found_tokens, found.shared_tokens) == (64, 0)
+
+
 async def test_a_beginning_that_others_of_the_name_left_is_found_past_where_the_last_one_parts(
     scene: Scene,
 ) -> None:
