@@ -330,8 +330,8 @@ def forget(
     with _explained():
         if bool(engines) == everything:
             raise ConfigError("name engines, or give --all")
-        for name, records in asyncio.run(_forget(url.rstrip("/"), engines)):
-            out.print(f"{name}: told; {records} records of this router are void")
+        for name, pins in asyncio.run(_forget(url.rstrip("/"), engines)):
+            out.print(f"{name}: told; {pins} pins of this router are void")
 
 
 @key_app.command("new")
@@ -655,7 +655,7 @@ async def _get(url: str) -> dict[str, Any]:
 
 
 async def _forget(url: str, names: list[str] | None) -> list[tuple[str, int]]:
-    """Have engines, or all, forget; of each its name, and how many of the router's records that voids.
+    """Have engines, or all, forget; of each its name, and how many of the router's pins that voids.
 
     Raises:
         ConfigError: no answer, or an engine was not told; the others are.
@@ -670,7 +670,7 @@ async def _forget(url: str, names: list[str] | None) -> list[tuple[str, int]]:
                 async with session.post(f"{url}/admin/engines/{quote(name, safe='')}/forget") as response:
                     answer = await response.json()
                 if response.status == 200:
-                    done.append((name, int(answer["records"])))
+                    done.append((name, int(answer["pins"])))
                 else:
                     problems.append(str(answer["error"]["message"]))
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:

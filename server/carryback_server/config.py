@@ -295,7 +295,7 @@ class RouterConfig(SharedConfig):
         return names
 
     state: str = Field("memory", pattern=r"^(memory$|rediss?://|unix://)", repr=False)
-    "Where records and conversations are kept: `memory`, or the `redis://` URL that several routers share."
+    "Where conversations, and where they were last, are kept: `memory`, or the `redis://` URL that several routers share."
     state_prefix: str = "carryback"
     "Of all keys in Redis."
     state_key: SecretStr | None = Field(None, min_length=24)
