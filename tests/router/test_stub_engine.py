@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 import zmq
 import zmq.asyncio
 from carryback.wire import events
 from stub_engine import CALL_MARKER, Settings, StubEngine, expected, expected_text
+from stub_engine.fast import FastEngine
 from stub_engine.prompts import MESSAGES, RESPONSES
 
 TEXT = "Tell me about the sea, the wind, the boats and all the people who go there in winter. " * 4
@@ -27,49 +26,67 @@ TOOLS: list[dict[str, Any]] = [
 class Pair:
     """Two stub engines, and a router of a few lines that does as it is told."""
 
-    def __init__(self, prefill: StubEngine, decode: StubEngine, session: aiohttp.ClientSession) -> None:
+    def __init__(self, prefill: Any, decode: Any, session: aiohttp.ClientSession) -> None:
         self.prefill = prefill
         self.decode = decode
         self.session = session
         self.keys = 0
         self.events: asyncio.Queue[events.Event] = asyncio.Queue()
+        self.heard: list[events.Event] = []
 
     async def post(self, engine: StubEngine, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         async with self.session.post(engine.url + path, json=body) as response:
             return response.status, await response.read()
 
     async def turn(
-        self, messages: list[dict[str, Any]], record: dict[str, Any] | None = None, **fields: Any
-    ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-        """Both hops: the text, what was reused, and the record of what the decode engine holds."""
+        self, messages: list[dict[str, Any]], held: events.Held | None = None, **fields: Any
+    ) -> tuple[str, dict[str, Any], events.Held]:
+        """Both hops: the text, what was reused, and what the decode engine has at the end.
+
+        Args:
+            held: what the conversation's last request left.
+        """
         self.keys += 1
+        key = f"k{self.keys}"
         body = {"messages": messages, **fields}
-        params = {**(record or {}), "do_remote_decode": True, "do_remote_prefill": False}
-        status, raw = await self.post(
-            self.prefill, "/v1/chat/completions", {**body, "max_tokens": 1, "kv_transfer_params": params}
-        )
+        tip = None if held is None else {"tokens": held.tokens, "digest": held.tip.hex()}
+        status, raw = await self.prefilled(body, carryback_key=key, carryback_tip=tip)
         assert status == 200, raw
         params = json.loads(raw)["kv_transfer_params"]
         reuse = params.pop("carryback_reuse")
-        params |= {"carryback_key": f"k{self.keys}", "hold_s": 60}
+        params |= {"carryback_key": key, "hold_s": 60, "carryback_find": True}
         status, raw = await self.post(
             self.decode, "/v1/chat/completions", {**body, "kv_transfer_params": params}
         )
         assert status == 200, raw
         text = json.loads(raw)["choices"][0]["message"]["content"]
-        return text, reuse, record_of(await self.event(events.Held))
+        return text, reuse, await self.event(events.Held)
+
+    async def prefilled(self, body: dict[str, Any], **params: Any) -> tuple[int, bytes]:
+        """The first hop."""
+        asked = {"do_remote_decode": True, "do_remote_prefill": False, "carryback_ask": [self.decode.events]}
+        body = {**body, "max_tokens": 1, "kv_transfer_params": {**asked, **params}}
+        return await self.post(self.prefill, "/v1/chat/completions", body)
+
+    async def tell(self, engine: StubEngine, command: events.Command) -> None:
+        """What a router says to an engine."""
+        with zmq.asyncio.Context() as context:
+            socket = context.socket(zmq.XSUB)
+            socket.connect(engine.events)
+            await socket.send(b"\x01hello")
+            await socket.recv_multipart()
+            await socket.send(events.encode_command(command))
+            socket.close(linger=1000)
 
     async def event(self, kind: type[events.Event]) -> Any:
+        """The next event of a kind; others come later."""
         async with asyncio.timeout(10):
-            while not isinstance(event := await self.events.get(), kind):
-                pass
-        return event
-
-
-def record_of(held: events.Held) -> dict[str, Any]:
-    record = msgspec.json.decode(held.record)
-    record["carryback"]["digests"] = base64.b64encode(held.digests).decode()
-    return dict(record)
+            while True:
+                for event in self.heard:
+                    if isinstance(event, kind):
+                        self.heard.remove(event)
+                        return event
+                self.heard.append(await self.events.get())
 
 
 @asynccontextmanager
@@ -118,82 +135,256 @@ def said(text: str) -> dict[str, Any]:
 async def test_two_hops_and_a_second_turn() -> None:
     async with pair() as both:
         first = [user(TEXT)]
-        text, reuse, record = await both.turn(first)
+        text, reuse, held = await both.turn(first)
         assert text == expected_text(first)
-        assert (reuse["outcome"], reuse["reason"]) == ("miss", "no_record")
+        assert (reuse["outcome"], reuse["reason"]) == ("miss", "new")
         assert both.prefill.pinned == 0  # the decode engine has read it
-        assert both.decode.pinned > 0
+        assert both.decode.pinned == held.blocks > 0
 
         second = [*first, said(text), user("And then?")]
-        text, reuse, _ = await both.turn(second, record)
+        text, reuse, later = await both.turn(second, held)
         assert text == expected_text(second)
         assert (reuse["outcome"], reuse["reason"]) == ("hit", "verified")
-        assert reuse["tokens"] == record["remote_num_tokens"]
+        assert reuse["tokens"] == reuse["found"] == held.tokens
+        assert (reuse["holder"], reuse["asked"]) == (both.decode.id, 1)
+        # The newer pin has all that the older one had.
+        assert (await both.event(events.Released)).reason == "covered"
+        assert both.decode.pinned == later.blocks
+        await no_leases(both.decode)
         assert not both.prefill.violations + both.decode.violations
 
 
-async def test_reading_releases_and_an_edited_history_is_cut() -> None:
+async def no_leases(engine: StubEngine) -> None:
+    async with asyncio.timeout(10):
+        while engine.leased:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_what_is_found_depends_on_content_alone() -> None:
     async with pair() as both:
-        text, _, record = await both.turn([user(TEXT), said("ok"), user("What animal?")])
+        text, _, held = await both.turn([user(TEXT), said("ok"), user("What animal?")])
         edited = [user(TEXT), said("no"), user("What animal?"), said(text), user("Sure?")]
-        text, reuse, _ = await both.turn(edited, record)
-        assert text == expected_text(edited)
+        answer, reuse, _ = await both.turn(edited, held)
+        assert answer == expected_text(edited)
         assert (reuse["outcome"], reuse["reason"]) == ("partial", "history_changed")
-        assert 0 < reuse["tokens"] < record["remote_num_tokens"]
+        assert 0 < reuse["tokens"] == reuse["found"] < held.tokens
+        # Two branches of one state, read beside each other; and nobody says whose they are.
+        branches = [[*edited, said(answer), user(f"And {name}?")] for name in ("he", "she")]
+        for branch in branches:
+            answer, reuse, _ = await both.turn(branch)
+            assert answer == expected_text(branch)
+            assert (reuse["outcome"], reuse["reason"]) == ("hit", "verified")
+            assert reuse["tokens"] > held.tokens
+        # Another's salt is other content.
+        _, reuse, _ = await both.turn(branches[0], cache_salt="another tenant")
+        assert (reuse["tokens"], reuse["found"], reuse["reason"]) == (0, 0, "new")
 
 
-async def test_a_record_used_twice_is_a_violation_and_gives_wrong_text() -> None:
-    async with pair(capacity=64) as both:
-        text, _, record = await both.turn([user(TEXT)])
-        assert len(both.decode.ranks[0].held) == 1
-        again = [user(TEXT), said(text), user("And then?")]
-        await both.turn(again, record)
-        released = both.decode.ranks[0].pool.free
-        await both.turn(again, dict(record))
-        assert any("offered again" in each for each in both.prefill.violations)
-        assert both.decode.ranks[0].pool.free <= released
-
-        # Another prefill engine does not know that it was offered before, and reads what is there now.
-        both.decode.ranks[0].pool.kv[:] = [b"other"] * 64
-        async with StubEngine("prefill") as other:
-            both.prefill = other
-            text, _, _ = await both.turn(again, dict(record))
-            assert text != expected_text(again)
-            assert any("not its prompt's" in each for each in other.violations)
-        assert any("is not held" in each for each in both.decode.violations)
-
-
-async def test_a_forged_record_is_not_read() -> None:
-    async with pair() as both:
-        text, _, record = await both.turn([user(TEXT)])
-        record["remote_block_ids"][0][0] += 1
-        _, reuse, _ = await both.turn([user(TEXT), said(text), user("And then?")], record)
-        assert (reuse["tokens"], reuse["reason"]) == (0, "unverified")
-        assert both.decode.pinned > 0
-
-
-async def test_release_and_expiry() -> None:
-    async with pair(settings=Settings(grace_s=0)) as both:
-        _, _, record = await both.turn([user(TEXT)])
-        ask = {"prompt": [0], "max_tokens": 1}
-        release = {"carryback_release": [record["remote_request_id"]], "hold_s": 0}
-        await both.post(both.decode, "/v1/completions", {**ask, "kv_transfer_params": release})
+async def test_what_is_not_pinned_is_found_until_it_is_overwritten() -> None:
+    async with pair(capacity=48) as both:
+        text, _, held = await both.turn([user(TEXT)])
+        await both.tell(both.decode, events.Release(["k1"]))
         released = await both.event(events.Released)
-        assert (released.reason, released.pinned) == ("asked", 0)
+        assert (released.key, released.reason, released.pinned) == ("k1", "asked", 0)
+        assert both.decode.in_use == 0
+        again = [user(TEXT), said(text), user("And then?")]
+        _, reuse, _ = await both.turn(again, held)
+        assert reuse["tokens"] == held.tokens
+
+        # A pin is not overwritten, however much else comes; and without it, it is.
+        other = {"messages": [user("Other words. " * 90)], "max_tokens": 20}
+        assert (await both.post(both.decode, "/v1/chat/completions", other))[0] == 200
+        _, reuse, _ = await both.turn(again, held)
+        assert reuse["reason"] == "verified"
+        await both.tell(both.decode, events.Release(["k2", "k3"]))
+        await both.event(events.Released)
+        for number in range(6):
+            other["messages"] = [user(f"{number} words. " * 90)]
+            assert (await both.post(both.decode, "/v1/chat/completions", other))[0] == 200
+        _, reuse, _ = await both.turn(again, held)
+        assert (reuse["tokens"], reuse["reason"]) == (0, "overwritten")
+
+
+async def test_a_request_says_what_is_found_of_it() -> None:
+    async with pair() as both:
+        text, _, held = await both.turn([user(TEXT)])
+        await both.turn([user(TEXT), said(text), user("And then?")])
+        assert (await both.event(events.Found)).cached_tokens == 0
+        found = await both.event(events.Found)
+        assert (found.key, found.cached_tokens) == ("k2", held.tokens)
+        assert found.prompt_tokens > found.cached_tokens
+
+
+async def test_wrong_kv_under_a_valid_lease_is_seen() -> None:
+    async with pair() as both:
+        text, _, _ = await both.turn([user(TEXT)])
+        both.decode.ranks[0].pool.spoil()
+        again = [user(TEXT), said(text), user("And then?")]
+        status, _ = await both.prefilled({"messages": again})
+        assert status == 200
+        assert any("not its prompt's" in each for each in both.prefill.violations)
+
+
+async def test_a_lease_is_sealed_and_ends_when_its_reader_is_gone() -> None:
+    async with pair(settings=Settings(reader_lease_s=0.5, ask_timeout_s=5)) as both:
+        text, _, _ = await both.turn([user(TEXT)])
+        again = [user(TEXT), said(text), user("And then?")]
+        async with StubEngine("prefill", key="another") as stranger:
+            mine, both.prefill = both.prefill, stranger
+            _, raw = await both.prefilled({"messages": again})
+            reuse = json.loads(raw)["kv_transfer_params"]["carryback_reuse"]
+            assert (reuse["tokens"], reuse["reason"]) == (0, "unverified")
+            await no_leases(both.decode)
+            both.prefill = mine
+
+        both.prefill.fault(load_delay_s=600)
+        asked = asyncio.create_task(both.prefilled({"messages": again}))
+        async with asyncio.timeout(10):
+            while not both.decode.leased:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await both.prefill.kill()
+        await no_leases(both.decode)
+        assert both.decode.ranks[0].expired == 1
+        with pytest.raises(aiohttp.ClientError):
+            await asked
+
+
+async def test_a_reader_says_that_it_still_waits_and_that_it_has_read() -> None:
+    async with pair(settings=Settings(reader_lease_s=4)) as both:
+        text, _, held = await both.turn([user(TEXT)])
+        both.prefill.fault(load_delay_s=5)  # longer than a lease lasts of which nothing is heard
+        status, raw = await both.prefilled({"messages": [user(TEXT), said(text), user("And then?")]})
+        assert (status, json.loads(raw)["kv_transfer_params"]["carryback_reuse"]["tokens"]) == (
+            200,
+            held.tokens,
+        )
+        await no_leases(both.decode)
+        assert both.decode.ranks[0].expired == 0
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason", "found"),
+    [("never", "no_answer", False), (5.0, "no_answer", False), ("too_many_leases", "too_many_leases", False),
+     ("paused", "paused", False), (0.1, "verified", True)],
+)  # fmt: skip
+async def test_questions_that_are_not_answered_as_they_should(
+    answers: str | float, reason: str, found: bool
+) -> None:
+    async with pair(settings=Settings(ask_timeout_s=0.5)) as both:
+        text, _, held = await both.turn([user(TEXT)])
+        both.decode.answers = answers
+        second = [user(TEXT), said(text), user("And then?")]
+        answer, reuse, _ = await both.turn(second)
+        assert answer == expected_text(second)
+        assert (reuse["reason"], reuse["tokens"]) == (reason, held.tokens if found else 0)
+        assert both.decode.asked >= 2
+
+
+async def test_more_than_may_be_leased_is_refused_and_found() -> None:
+    async with pair(settings=Settings(max_leased=0.0)) as both:
+        text, _, held = await both.turn([user(TEXT)])
+        _, reuse, _ = await both.turn([user(TEXT), said(text), user("And then?")], held)
+        assert (reuse["tokens"], reuse["found"], reuse["reason"]) == (0, held.tokens, "too_many_leases")
+        assert both.decode.asked == 3  # twice for the second turn: once more when its turn had come
+
+
+async def test_its_own_prefix_cache_comes_first() -> None:
+    async with pair(settings=Settings(caching=True)) as both:
+        text, _, held = await both.turn([user(TEXT)])
+        second = [user(TEXT), said(text), user("And then?")]
+        _, reuse, _ = await both.turn(second, held)
+        assert (reuse["outcome"], reuse["reason"]) == ("partial", "below_threshold")
+        assert 0 < reuse["cached"] < reuse["found"] == held.tokens
+        long = {"max_tokens": 200, "ignore_eos": True}
+        text, _, held = await both.turn([user(TEXT)], **long)
+        _, reuse, _ = await both.turn([user(TEXT), said(text), user("And then?")], held)
+        assert (reuse["outcome"], reuse["reason"]) == ("hit", "verified")
+        assert reuse["cached"] + reuse["tokens"] == held.tokens
+        assert min(reuse["cached"], reuse["tokens"]) > 0
+
+
+async def test_a_prompt_is_held_until_it_is_released_or_its_time_is_over() -> None:
+    async with pair() as both:
+        await both.prefilled({"messages": [user(TEXT)]}, carryback_key="mine")
+        assert both.prefill.pinned > 0
+        await both.tell(both.prefill, events.Release(["mine"]))
+        async with asyncio.timeout(10):
+            while both.prefill.pinned:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert both.prefill.ranks[0].expired == 0
+        await both.prefilled({"messages": [user(TEXT)]}, carryback_key="mine", hold_s=0.1)
+        async with asyncio.timeout(10):
+            while both.prefill.in_use:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert both.prefill.ranks[0].expired == 1
         short = {"carryback_key": "k", "hold_s": 0.1}
         body = {"messages": [user(TEXT)], "kv_transfer_params": short}
         await both.post(both.decode, "/v1/chat/completions", body)
-        assert (await both.event(events.Released)).reason == "expired"
+        released = await both.event(events.Released)
+        assert (released.key, released.reason, released.pinned) == ("k", "expired", 0)
         assert both.decode.in_use == 0
+
+
+async def test_an_engine_that_forgets_has_nothing_and_leases_are_void() -> None:
+    async with pair() as both:
+        text, _, _ = await both.turn([user(TEXT)])
+        again = [user(TEXT), said(text), user("And then?")]
+        both.prefill.fault(load_delay_s=0.5)
+        asked = asyncio.create_task(both.prefilled({"messages": again}, carryback_key="mine"))
+        async with asyncio.timeout(10):
+            while not both.decode.leased:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await both.tell(both.decode, events.Forget())
+        assert (await both.event(events.Released)).reason == "void"
+        _, raw = await asked
+        reuse = json.loads(raw)["kv_transfer_params"]["carryback_reuse"]
+        assert (reuse["tokens"], reuse["reason"]) == (0, "load_failed")
+        assert both.decode.in_use == 0
+        assert both.prefill.pinned > 0
+        await both.tell(both.prefill, events.Forget())
+        _, reuse, _ = await both.turn(again)
+        assert (reuse["tokens"], reuse["reason"]) == (0, "new")
+        assert both.prefill.pinned == 0
+
+
+async def test_the_fast_one_finds_by_content_too() -> None:
+    prefill, decode = FastEngine("prefill"), FastEngine("decode")
+    await prefill.start()
+    await decode.start()
+    async with aiohttp.ClientSession() as session:
+        both = Pair(prefill, decode, session)
+        async with listening(decode, both.events):
+            messages = [user(TEXT * 4)]
+            text, reuse, held = await both.turn(messages)
+            assert (reuse["outcome"], reuse["reason"]) == ("miss", "new")
+            for name in ("he", "she"):
+                _, reuse, later = await both.turn([*messages, said(text), user(f"And {name}?")], held)
+                assert (reuse["outcome"], reuse["reason"]) == ("hit", "verified")
+                assert reuse["tokens"] >= held.tokens
+            assert reuse["holder"] == decode.id
+            found = [(await both.event(events.Found)).cached_tokens for _ in range(3)]
+            assert found[0] == 0
+            assert min(found[1:]) >= held.tokens
+            await both.tell(decode, events.Release(["k3"]))
+            reasons = {(await both.event(events.Released)).key for _ in range(3)}
+            assert reasons == {"k1", "k2", "k3"}
+            _, reuse, _ = await both.turn([user("#" + TEXT * 4)], later)
+            assert (reuse["outcome"], reuse["reason"]) == ("miss", "history_changed")
+    await prefill.kill()
+    await decode.kill()
 
 
 async def test_a_client_that_leaves_frees_all() -> None:
     async with pair() as both:
         hold = both.decode.fault(first_delay_s=60)
-        body = {"messages": [user(TEXT)], "stream": True, "kv_transfer_params": {"carryback_key": "k"}}
+        asked = {"carryback_key": "k", "hold_s": 60}
+        body = {"messages": [user(TEXT)], "stream": True, "kv_transfer_params": asked}
         async with both.session.post(both.decode.url + "/v1/chat/completions", json=body):
             assert hold.times == 0
             assert both.decode.running == 1
+        held = await both.event(events.Held)
+        assert (held.blocks, held.hold_s) == (0, 0)
+        assert held.tokens > 0  # it has computed the prompt
         async with asyncio.timeout(10):
             while both.decode.running or both.decode.in_use:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -201,9 +392,9 @@ async def test_a_client_that_leaves_frees_all() -> None:
 
 async def test_too_little_room_waits_and_too_much_is_refused() -> None:
     async with pair(capacity=20, chunk_interval_s=0.02) as both:
-        body = {"messages": [user(TEXT)]}
+        bodies = [{"messages": [user(f"{number} {TEXT}")]} for number in range(3)]
         answers = await asyncio.gather(
-            *(both.post(both.decode, "/v1/chat/completions", body) for _ in range(3))
+            *(both.post(both.decode, "/v1/chat/completions", body) for body in bodies)
         )
         assert all(status == 200 for status, _ in answers)
         assert both.decode.state()["starved"] > 0

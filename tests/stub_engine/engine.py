@@ -39,7 +39,7 @@ from stub_engine.publisher import Publisher
 from stub_engine.rank import Job, LoadFailed, Log, Rank, Settings
 from stub_engine.received import Received
 from stub_engine.shapes import SHAPES, Shape, dump, error_object, parts
-from stub_engine.side_channel import SideChannel
+from stub_engine.side_channel import Contents, SideChannel
 from stub_engine.writer import Dropped, Failed, Writer
 
 DEFAULT_KEY = "the key of the tests"
@@ -56,7 +56,7 @@ class StubEngine:
     """An engine for tests of the router: `async with StubEngine("prefill") as engine: ...`.
 
     Args:
-        role: for `config` only; an engine serves both hops.
+        role: of its configuration; an engine serves both hops.
         port: of the HTTP server; 0: a free one, which it keeps over restarts.
         events_port: of rank 0's events; 0: a free one.
         capacity: KV blocks of 16 tokens of each rank.
@@ -73,7 +73,7 @@ class StubEngine:
         about: what it says that it is, where that is not the truth; None: nothing, as engines of before.
         clock_offset_s: by how much its wall clock is wrong.
         events_key: the secret of the events.
-        journal: a file for violations and offered records, which outlives a process that is killed.
+        journal: a file for violations, which outlives a process that is killed.
 
     Attributes:
         id: of this start, for transfers; with several ranks, of none of them.
@@ -123,6 +123,7 @@ class StubEngine:
         self._about = about
         self._clock_offset_s = clock_offset_s
         self._events_key = events_key
+        self._caches = role == "decode" if settings.caching is None else settings.caching
         self.ranks: list[Rank] = []
         self.received: list[Received] = []
         self.faults: list[Fault] = []
@@ -154,7 +155,7 @@ class StubEngine:
         self.ranks = [
             Rank(
                 publisher.engine, (self._host, self._side_port), publisher, BlockPool(self.capacity),
-                self._sealer, self.settings, self._log,
+                self._sealer, self.settings, self._log, caches=self._caches, secret=self._events_key,
             )
             for publisher in publishers
         ]  # fmt: skip
@@ -168,13 +169,14 @@ class StubEngine:
         if not self._is_up:
             return
         self._is_up = False
+        for rank in self.ranks:
+            rank.stop()
         await self._http.kill()
         await self._side.kill()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for rank in self.ranks:
-            rank.stop()
             rank.publisher.close()
         self.ranks = []
 
@@ -203,19 +205,35 @@ class StubEngine:
         return self._log.violations
 
     @property
-    def offered(self) -> list[str]:
-        """The records that it was offered, by their holders and requests there, over all restarts."""
-        return self._log.offered
-
-    @property
     def requests(self) -> list[Received]:
         """The clients' requests among those received."""
-        return [each for each in self.received if each.path in SHAPES and not each.only_tells]
+        return [each for each in self.received if each.path in SHAPES]
 
     @property
     def pinned(self) -> int:
         """Blocks held for absent readers."""
         return sum(rank.pinned for rank in self.ranks)
+
+    @property
+    def leased(self) -> int:
+        """Blocks that prefill engines are about to read."""
+        return sum(rank.leases.blocks for rank in self.ranks)
+
+    @property
+    def asked(self) -> int:
+        """Questions of prefill engines, since its start."""
+        return sum(rank.asked for rank in self.ranks)
+
+    @property
+    def answers(self) -> str | float:
+        """What becomes of prefill engines' questions, until it is set to something else: `never` answered, or so many
+        seconds late, or refused for this reason (of a `Leased`); empty: they are answered."""
+        return self.ranks[0].answers
+
+    @answers.setter
+    def answers(self, how: str | float) -> None:
+        for rank in self.ranks:
+            rank.answers = how
 
     @property
     def running(self) -> int:
@@ -232,13 +250,15 @@ class StubEngine:
         return {
             "id": self.id,
             "pinned": self.pinned,
+            "leased": self.leased,
+            "asked": self.asked,
+            "expired": sum(rank.expired for rank in self.ranks),
             "in_use": self.in_use,
             "running": self.running,
             "waiting": sum(rank.pool.waiting for rank in self.ranks),
             "starved": sum(rank.pool.starved for rank in self.ranks),
             "held": [request for rank in self.ranks for request in rank.held],
             "violations": self.violations,
-            "offered": self.offered,
             "requests": len(self.requests),
         }
 
@@ -267,7 +287,8 @@ class StubEngine:
         address = f"tcp://{self._bracketed}:{port}"
         return Publisher(
             address, engine, lambda: self.ranks[index].pinned, self.capacity, self._facts(),
-            self._clock_offset_s, self._events_key, self._frames, is_silent=not self.settings.plugin,
+            self._clock_offset_s, self._events_key, self._frames,
+            leased=lambda: self.ranks[index].leases.blocks, is_silent=not self.settings.plugin,
         )  # fmt: skip
 
     def _facts(self) -> dict[str, Any]:
@@ -285,7 +306,7 @@ class StubEngine:
         }  # fmt: skip
         return {**facts, **self._about}
 
-    def _read(self, engine: str, request: str, blocks: list[int]) -> list[bytes]:
+    def _read(self, engine: str, request: str, blocks: list[int]) -> Contents:
         ranks = {rank.engine: rank for rank in self.ranks}
         return ranks[engine].read(request, blocks)
 
@@ -337,11 +358,7 @@ class StubEngine:
 
     def _fault_for(self, received: Received) -> Fault:
         for fault in self.faults:
-            is_for = (
-                received.path.startswith(fault.path)
-                if fault.path
-                else received.path in SHAPES and not received.only_tells
-            )
+            is_for = received.path.startswith(fault.path) if fault.path else received.path in SHAPES
             if fault.hop:
                 is_for = is_for and received.path in SHAPES and received.hop == fault.hop
             if is_for and fault.contains.encode() in received.raw:
@@ -354,7 +371,7 @@ class StubEngine:
 
     def _control(self, request: Request, connection: Connection) -> None:
         """`GET /stub/state`, `GET /stub/requests`, `POST /stub/faults` (an object or a list of them),
-        `DELETE /stub/faults`."""
+        `DELETE /stub/faults`. `{"answers": ...}` sets that."""
         reply: Any = {}
         if request.path == "/stub/state":
             reply = self.state()
@@ -369,6 +386,8 @@ class StubEngine:
             for fields in given if isinstance(given, list) else [given]:
                 if "drop_events" in fields:
                     self.drop_events(fields["drop_events"])
+                elif "answers" in fields:
+                    self.answers = fields["answers"]
                 else:
                     self.faults.append(Fault.from_json(fields))
         connection.respond(200, dump(reply).encode())
@@ -577,6 +596,7 @@ class StubEngine:
                 await asyncio.sleep(self.chunk_interval_s)
             for index, each in enumerate(answers):
                 if number < len(parts(each)):
+                    ask.jobs[index].generated = each.tokens[: number + 1]
                     for event in shape.piece(index, number, each):
                         await writer.send(event)
         await asyncio.sleep(self.chunk_interval_s)

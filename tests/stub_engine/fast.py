@@ -1,7 +1,8 @@
 """The stub engine for benchmarks: the same bytes on the wire, and next to no work for them.
 
-Answers are pieces prepared beforehand; a record has as many blocks as a prompt of its size would fill, and
-its digests and block ids are of the right length and mean nothing.
+Answers are pieces prepared beforehand; the record of a prompt has as many blocks as a prompt of its size would fill, and
+its digests and block ids are of the right length and mean nothing. What a decode engine has is found by the bytes of the
+messages, in large blocks: the prompts that it was sent, without the answers.
 """
 
 from __future__ import annotations
@@ -9,15 +10,35 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-import socket
 import time
 import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import count
 from typing import Literal
 
 import msgspec
-from carryback.wire.events import Held, Prefilled, Released
+import zmq
+from carryback.wire.events import (
+    HASH_BYTES,
+    LEASE_S,
+    Ask,
+    Command,
+    Done,
+    Forget,
+    Found,
+    Held,
+    Leased,
+    Prefilled,
+    Release,
+    Released,
+    ReleaseReason,
+    decode,
+    encode_command,
+)
 
 from stub_engine.http_server import Connection, HttpServer, Request, framed
 from stub_engine.publisher import Publisher
@@ -29,23 +50,28 @@ _MAX_BLOCKS = 65_536
 _DIGEST_BYTES = 16
 _DIGESTS = os.urandom(_MAX_BLOCKS * _DIGEST_BYTES)
 _TOKEN = " token"
+# Content is hashed in blocks of so many tokens, and so many bytes.
+_HASHED_TOKENS = 128
+_HASHED_BYTES = _HASHED_TOKENS * BYTES_A_TOKEN
+_MAX_HASHES = 200_000
+_ASK_TIMEOUT_S = 1.0
 
 
-class _Record(msgspec.Struct):
-    remote_request_id: str | None = None
-    remote_host: str | None = None
-    remote_port: int | None = None
-    remote_num_tokens: int | None = None
+class _Tip(msgspec.Struct):
+    tokens: int = 0
+    digest: str = ""
 
 
-class _Params(_Record):
+class _Params(msgspec.Struct):
     do_remote_decode: bool = False
-    carryback_record: _Record | None = None
     carryback_key: str | None = None
-    carryback_release: list[str] = []
     carryback_await: float | None = None
+    carryback_ask: list[str] = []
+    carryback_tip: _Tip | None = None
+    carryback_find: bool = False
     carryback_tell: bool = False
     hold_s: float | None = None
+    remote_num_tokens: int | None = None
 
 
 class _Body(msgspec.Struct):
@@ -54,6 +80,9 @@ class _Body(msgspec.Struct):
     stream_options: dict[str, bool | None] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    cache_salt: str | None = None
     kv_transfer_params: _Params | None = None
 
 
@@ -62,19 +91,19 @@ _decode_params = msgspec.json.Decoder(_Params).decode
 
 
 class _Pin:
-    __slots__ = ("blocks", "deadline", "key")
+    __slots__ = ("blocks", "deadline", "last")
 
-    def __init__(self, key: str, blocks: int, deadline: float) -> None:
-        self.key = key
+    def __init__(self, blocks: int, deadline: float, last: bytes) -> None:
         self.blocks = blocks
         self.deadline = deadline
+        self.last = last
 
 
 class FastEngine:
     """An engine that costs next to nothing.
 
     Args:
-        role: `prefill` answers with a record, `decode` with tokens.
+        role: of its configuration; it serves both hops.
         port: of its HTTP server; 0: a free one.
         events_port: of its event publisher; 0: a free one.
         chunks: tokens of an answer that has no smaller limit.
@@ -109,6 +138,11 @@ class FastEngine:
         self._capacity = capacity
         self._pins: dict[str, _Pin] = {}
         self._pinned = 0
+        # What it has, the latest last; of pins, their keys by their last blocks' hashes.
+        self._hashes: OrderedDict[bytes, None] = OrderedDict()
+        self._by_last: dict[bytes, str] = {}
+        self._leases: dict[str, float] = {}
+        self._links: dict[str, _Link] = {}
         self._numbers = count(1)
         self._http = HttpServer(self._handle)
         self.requests = 0
@@ -118,23 +152,18 @@ class FastEngine:
         self._loop = asyncio.get_running_loop()
         bracketed = f"[{self._host}]" if ":" in self._host else self._host
         self.publisher = Publisher(
-            f"tcp://{bracketed}:{self._events_port}", self.id, lambda: self._pinned, self._capacity
-        )
+            f"tcp://{bracketed}:{self._events_port}", self.id, lambda: self._pinned, self._capacity,
+            leased=lambda: len(self._leases),
+        )  # fmt: skip
+        self.publisher.on_command = self._on_command
         self.events = self.publisher.address
         port = await self._http.start(self._host, self._port)
         self.url = f"http://{bracketed}:{port}"
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        # The side channel: datagrams with the name of a record that was read.
-        self._side, _ = await self._loop.create_datagram_endpoint(
-            lambda: _Reads(self), local_addr=(self._host, 0), family=family
-        )
-        self._side_port: int = self._side.get_extra_info("sockname")[1]
-        self._expirer = asyncio.create_task(self._expire())
 
     async def kill(self) -> None:
         """Close everything."""
-        self._expirer.cancel()
-        self._side.close()
+        for link in self._links.values():
+            link.close()
         self.publisher.close()
         await self._http.kill()
 
@@ -173,22 +202,22 @@ class FastEngine:
     def _answer(self, request: Request, body: _Body, connection: Connection) -> None:
         if connection.transport.is_closing():
             return
-        waiting = body.kv_transfer_params
-        if waiting is not None and waiting.carryback_key and waiting.carryback_await is not None:
-            told = self.publisher.of(waiting.carryback_key)
-            told.add_done_callback(lambda told: self._go_on(told, waiting, request, body, connection))
-            return
+        params = body.kv_transfer_params
+        if params is not None and params.carryback_key:
+            if params.carryback_find:
+                params.carryback_find = False
+                self._say_found(params.carryback_key, request, body)
+            if params.carryback_await is not None:
+                told = self.publisher.of(params.carryback_key)
+                told.add_done_callback(lambda told: self._go_on(told, params, request, body, connection))
+                return
         is_chat = request.path == "/v1/chat/completions"
         number = request.headers.get("x-request-id") or f"{next(self._numbers):032x}"
         name = f"chatcmpl-{number}" if is_chat else f"cmpl-{number}"
-        params = body.kv_transfer_params
         prompt = len(request.body) // BYTES_A_TOKEN
         if params is not None:
-            if params.carryback_release:
-                for each in params.carryback_release:
-                    self._let_go(each, "asked")
             if params.do_remote_decode:
-                self._prefilled(name, is_chat, prompt, params, connection)
+                self._ask(name, is_chat, prompt, body, connection)
                 return
             prompt = params.remote_num_tokens or prompt
         limit = body.max_completion_tokens or body.max_tokens or self._chunks
@@ -196,9 +225,9 @@ class FastEngine:
         finish = "length" if tokens == limit else "stop"
         if body.stream:
             wants_usage = bool(body.stream_options and body.stream_options.get("include_usage"))
-            _Stream(self, connection, name, is_chat, prompt, tokens, finish, wants_usage, params)
+            _Stream(self, connection, name, is_chat, prompt, tokens, finish, wants_usage, body)
             return
-        self.hold(name, prompt + tokens, params)
+        self.hold(prompt + tokens, tokens, body)
         text = _TOKEN * tokens
         if is_chat:
             choice = (
@@ -223,27 +252,78 @@ class FastEngine:
             params.remote_num_tokens = _decode_params(told.result()).remote_num_tokens
             self._answer(request, body, connection)
 
+    # -- a prompt is computed, or what of it is elsewhere is read
+
+    def _ask(self, name: str, is_chat: bool, prompt: int, body: _Body, connection: Connection) -> None:
+        """Ask what decode engines have; then the prompt is answered."""
+        params = body.kv_transfer_params
+        assert params is not None
+        hashes = _hashes(body)
+        left = len(params.carryback_ask) if hashes else 0
+        answers: list[Leased] = []
+        is_over = False
+
+        def end() -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                if timer is not None:
+                    timer.cancel()
+                self._prefilled(name, is_chat, prompt, hashes, answers, params, connection)
+
+        def answered(answer: Leased) -> None:
+            nonlocal left
+            left -= 1
+            if not is_over:
+                answers.append(answer)
+                if not left:
+                    end()
+
+        timer = self._loop.call_later(_ASK_TIMEOUT_S, end) if left else None
+        if not left:
+            end()
+            return
+        joined = b"".join(hashes)
+        most = len(hashes) * _HASHED_TOKENS
+        for address in params.carryback_ask:
+            if (link := self._links.get(address)) is None:
+                link = self._links[address] = _Link(address, f"ask.{self.id}")
+            link.ask(joined, most, answered)
+
     def _prefilled(
-        self, name: str, is_chat: bool, prompt: int, params: _Params, connection: Connection
-    ) -> None:
-        blocks = min(-(-prompt // BLOCK_SIZE), _MAX_BLOCKS)
-        record = params.carryback_record or params
-        reused = min(record.remote_num_tokens or 0, prompt)
-        if record.remote_request_id and record.remote_host and record.remote_port:
-            self._side.sendto(record.remote_request_id.encode(), (record.remote_host, record.remote_port))
+        self, name: str, is_chat: bool, prompt: int, hashes: list[bytes], answers: list[Leased],
+        params: _Params, connection: Connection,
+    ) -> None:  # fmt: skip
+        best = max(answers, key=lambda each: each.tokens, default=None)
+        found, holder = (best.tokens, best.engine if best.tokens else "") if best is not None else (0, "")
+        tip = params.carryback_tip or _Tip()
+        full = tip.tokens // _HASHED_TOKENS
+        expected = min(full, len(hashes)) * _HASHED_TOKENS
+        own = hashes[full - 1][:_DIGEST_BYTES].hex() if 0 < full <= len(hashes) else ""
+        is_changed = full > 0 and own != tip.digest
+        if best is None:
+            reason = "no_answer" if params.carryback_ask and hashes else "off"
+        elif is_changed:
+            reason = "history_changed"
+        elif found < expected:
+            reason = "overwritten"
+        else:
+            reason = "verified" if found else "new"
+        reused = min(found, prompt)
+        outcome = "miss" if not reused else "hit" if reason == "verified" else "partial"
         reuse = (
-            f'{{"outcome":"{"hit" if reused else "miss"}","tokens":{reused},"cached":0,'
-            f'"recomputed":{prompt - reused},"reason":"{"verified" if reused else "no_record"}"}}'
+            f'{{"outcome":"{outcome}","tokens":{reused},"cached":0,"recomputed":{prompt - reused},'
+            f'"reason":"{reason}","found":{found},"holder":"{holder}","asked":{len(answers)}}}'
         )
-        held = self._record(name, blocks, prompt, params.hold_s or 30.0, is_prefill=True)
-        digests = base64.b64encode(_DIGESTS[: blocks * _DIGEST_BYTES])
-        seal = b'"carryback":{"digests":"%b",' % digests
-        held = held.replace(b'"carryback":{', seal, 1)[:-1] + b',"carryback_reuse":%b}' % reuse.encode()
+        blocks = min(-(-prompt // BLOCK_SIZE), _MAX_BLOCKS)
+        held = self._record(name, blocks, prompt, params.hold_s or 30.0)[:-1]
+        held += b',"carryback_reuse":%b}' % reuse.encode()
         if params.carryback_tell and params.carryback_key:
             self.publisher.send(Prefilled(self.id, self.publisher.next(), params.carryback_key, held))
         text = '"text":" token"' if not is_chat else '"message":{"role":"assistant","content":" token"}'
         choice = f'{text},"logprobs":null,"finish_reason":"length","stop_reason":null'
-        connection.respond(200, self._whole(name, is_chat, choice, prompt, 1, held))
+        if not connection.transport.is_closing():
+            connection.respond(200, self._whole(name, is_chat, choice, prompt, 1, held))
 
     def _whole(self, name: str, is_chat: bool, choice: str, prompt: int, tokens: int, params: bytes) -> bytes:
         kind = "chat.completion" if is_chat else "text_completion"
@@ -253,66 +333,148 @@ class FastEngine:
             f'"usage":{_usage(prompt, tokens)},"prompt_logprobs":null,"kv_transfer_params":'
         ).encode() + params + b"}"  # fmt: skip
 
-    # -- records
+    # -- what it has
 
-    def hold(self, name: str, tokens: int, params: _Params | None) -> None:
-        """Say what is held of a finished request."""
+    def hold(self, tokens: int, generated: int, body: _Body) -> None:
+        """Say what it has of a finished request, and pin it."""
+        params = body.kv_transfer_params
+        hashes = _hashes(body)
+        for each in hashes:
+            self._hashes[each] = None
+            self._hashes.move_to_end(each)
+        while len(self._hashes) > _MAX_HASHES:
+            self._hashes.popitem(last=False)
         if params is None or params.carryback_key is None:
             return
-        hold_s = 480.0 if params.hold_s is None else params.hold_s
-        blocks = min((tokens - 1) // BLOCK_SIZE, _MAX_BLOCKS) if hold_s > 0 else 0
-        request = f"{name}-{next(self._numbers):08x}"
-        record, digests = b"", b""
+        hold_s = params.hold_s or 0.0
+        blocks = min((tokens - 1) // BLOCK_SIZE, _MAX_BLOCKS) if hold_s > 0 and hashes else 0
         if blocks:
-            record = self._record(request, blocks, blocks * BLOCK_SIZE, hold_s, is_prefill=False)
-            digests = _DIGESTS[: blocks * _DIGEST_BYTES]
-            self._pins[request] = _Pin(params.carryback_key, blocks, time.monotonic() + hold_s)
+            for each in hashes:
+                if (older := self._by_last.get(each)) is not None:
+                    self._let_go(older, "covered")
+            self._pins[params.carryback_key] = _Pin(blocks, time.monotonic() + hold_s, hashes[-1])
+            self._by_last[hashes[-1]] = params.carryback_key
             self._pinned += blocks
         self.publisher.send(
             Held(
-                self.id, self.publisher.next(), params.carryback_key, request, blocks * BLOCK_SIZE, blocks,
-                hold_s, record, digests, self._pinned,
+                self.id, self.publisher.next(), params.carryback_key, len(hashes) * _HASHED_TOKENS, blocks,
+                hold_s if blocks else 0.0, hashes[-1][:_DIGEST_BYTES] if hashes else b"", self._pinned, generated,
             )
         )  # fmt: skip
 
-    def _record(self, request: str, blocks: int, tokens: int, hold_s: float, *, is_prefill: bool) -> bytes:
+    def _say_found(self, key: str, request: Request, body: _Body) -> None:
+        tokens = len(request.body) // BYTES_A_TOKEN
+        found = min(self._find(_hashes(body)) * _HASHED_TOKENS, tokens)
+        self.publisher.send(Found(self.id, self.publisher.next(), key, tokens, found))
+
+    def _find(self, hashes: list[bytes]) -> int:
+        for number, each in enumerate(hashes):
+            if each not in self._hashes:
+                return number
+        return len(hashes)
+
+    def _record(self, request: str, blocks: int, tokens: int, hold_s: float) -> bytes:
         first = next(self._numbers) % 16 * 1000  # few, so that the text of most is known
-        return (
-            f'{{"do_remote_prefill":{"true" if is_prefill else "false"},'
-            f'"do_remote_decode":{"false" if is_prefill else "true"},'
+        digests = base64.b64encode(_DIGESTS[: blocks * _DIGEST_BYTES])
+        head = (
+            f'{{"do_remote_prefill":true,"do_remote_decode":false,'
             f'"remote_block_ids":[{_block_ids(first, blocks)}],"remote_engine_id":"{self.id}",'
-            f'"remote_request_id":"{request}","remote_host":"{self._host}","remote_port":{self._side_port},'
+            f'"remote_request_id":"{request}","remote_host":"{self._host}","remote_port":1,'
             f'"tp_size":1,"dcp_size":1,"pp_size":1,"remote_num_tokens":{tokens},'
             f'"remote_blocks_expiry_time":{time.perf_counter() + hold_s},"transfer_mode":"pull",'
-            f'"carryback":{{"v":1,"block_size":{BLOCK_SIZE},"tail":"","mac":"{"0" * 64}"}}}}'
+            '"carryback":{"digests":"'
         ).encode()
+        tail = f'","v":2,"block_size":{BLOCK_SIZE},"tail":"","mac":"{"0" * 64}"}}}}'
+        return head + digests + tail.encode()
 
-    def _let_go(self, request: str, reason: Literal["read", "expired", "asked"]) -> None:
-        if (pin := self._pins.pop(request, None)) is None:
+    def _on_command(self, command: Command | None) -> None:
+        if isinstance(command, Ask):
+            hashes = [
+                command.hashes[at : at + HASH_BYTES] for at in range(0, len(command.hashes), HASH_BYTES)
+            ]
+            found = self._find(hashes)
+            if found:
+                self._leases[command.lease] = time.monotonic() + LEASE_S
+            record, reason = (b"{}", "") if found else (b"", "nothing")
+            self.publisher.send(
+                Leased(
+                    self.id, command.asker, command.lease, found * _HASHED_TOKENS, record,
+                    _DIGESTS[: found * _DIGEST_BYTES], reason,
+                )
+            )  # fmt: skip
+        elif isinstance(command, Done):
+            for each in command.leases:
+                self._leases.pop(each, None)
+        elif isinstance(command, Release):
+            for each in command.keys:
+                self._let_go(each, "asked")
+        elif isinstance(command, Forget):
+            self._hashes.clear()
+            self._leases.clear()
+            for each in list(self._pins):
+                self._let_go(each, "void")
+        elif command is None:
+            now = time.monotonic()
+            for each in [key for key, pin in self._pins.items() if pin.deadline <= now]:
+                self._let_go(each, "expired")
+            for each in [lease for lease, until in self._leases.items() if until <= now]:
+                del self._leases[each]
+
+    def _let_go(self, key: str, reason: ReleaseReason) -> None:
+        if (pin := self._pins.pop(key, None)) is None:
             return
         self._pinned -= pin.blocks
-        self.publisher.send(Released(self.id, self.publisher.next(), pin.key, reason, self._pinned))
-
-    def was_read(self, request: str) -> None:
-        """A prefill engine has read what is held for this request."""
-        self._let_go(request, "read")
-
-    async def _expire(self) -> None:
-        while True:
-            await asyncio.sleep(1)
-            now = time.monotonic()
-            for request in [name for name, pin in self._pins.items() if pin.deadline <= now]:
-                self._let_go(request, "expired")
+        if self._by_last.get(pin.last) == key:
+            del self._by_last[pin.last]
+        self.publisher.send(Released(self.id, self.publisher.next(), key, reason, self._pinned))
 
 
-class _Reads(asyncio.DatagramProtocol):
-    """The side channel."""
+class _Link:
+    """Asks one engine what it has."""
 
-    def __init__(self, engine: FastEngine) -> None:
-        self._engine = engine
+    def __init__(self, address: str, asker: str) -> None:
+        self._asker = asker
+        self._waiting: dict[str, Callable[[Leased], None]] = {}
+        self._numbers = count()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.XSUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.connect(address)
+        self._socket.send(b"\x01" + asker.encode())
+        self._descriptor: int = self._socket.FD
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._descriptor, self._hear)
 
-    def datagram_received(self, data: bytes, addr: object) -> None:
-        self._engine.was_read(data.decode())
+    def ask(self, hashes: bytes, most: int, answered: Callable[[Leased], None]) -> None:
+        """Ask; what is found is read at once."""
+        lease = f"{self._asker}.{next(self._numbers)}"
+        self._waiting[lease] = answered
+        self._send(Ask(self._asker, lease, hashes, _HASHED_TOKENS, most))
+
+    def close(self) -> None:
+        """Stop at once."""
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def _send(self, command: Command) -> None:
+        self._socket.send(encode_command(command), zmq.NOBLOCK)
+        # Sending may take the descriptor's sign that something has come.
+        self._loop.call_soon(self._hear)
+
+    def _hear(self) -> None:
+        if self._socket.closed:
+            return
+        with suppress(zmq.Again):
+            while True:
+                event = decode(self._socket.recv_multipart(zmq.NOBLOCK)[1])
+                if isinstance(event, Leased):
+                    if event.record:
+                        self._send(Done([event.lease]))
+                    if (answered := self._waiting.pop(event.lease, None)) is not None:
+                        answered(event)
 
 
 class _Stream:
@@ -320,7 +482,7 @@ class _Stream:
 
     def __init__(
         self, engine: FastEngine, connection: Connection, name: str, is_chat: bool, prompt: int,
-        tokens: int, finish: str, wants_usage: bool, params: _Params | None,
+        tokens: int, finish: str, wants_usage: bool, body: _Body,
     ) -> None:  # fmt: skip
         self._engine = engine
         self._connection = connection
@@ -347,7 +509,7 @@ class _Stream:
             usage = head + f'],"usage":{_usage(prompt, tokens)}}}\n\n'
             self._tail = framed(usage.encode())
         self._tail += framed(b"data: [DONE]\n\n")
-        self._held = (name, prompt + tokens, params)
+        self._held = (prompt + tokens, tokens, body)
         connection.begin_events()
         if start:
             connection.write(framed(start.encode()))
@@ -372,6 +534,18 @@ class _Stream:
         connection.write(self._last)
         connection.write(self._tail)
         connection.end_events()
+
+
+def _hashes(body: _Body) -> list[bytes]:
+    """Of all full blocks of what a body asks, each over all that is before it."""
+    content = memoryview(body.messages or body.prompt)
+    # (In the next turn's messages other bytes follow the last of these.)
+    whole = blake2b((body.cache_salt or "").encode(), digest_size=HASH_BYTES)
+    hashes = []
+    for start in range(0, len(content) - _HASHED_BYTES, _HASHED_BYTES):
+        whole.update(content[start : start + _HASHED_BYTES])
+        hashes.append(whole.copy().digest())
+    return hashes
 
 
 def _usage(prompt: int, tokens: int) -> str:

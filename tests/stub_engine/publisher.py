@@ -1,4 +1,4 @@
-"""The engine's events, as `carryback_vllm.events` sends them."""
+"""The engine's events, as `carryback_vllm.events` sends them, and what routers and other engines say to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import zmq
 from carryback.wire.curve import key_pair
-from carryback.wire.events import Event, Hello, about, decode_command, encode
+from carryback.wire.events import Command, Event, Go, Hello, Leased, about, decode_command, encode
+from carryback.wire.outside import Malformed
 
 HELLO_INTERVAL_S = 0.5
 
@@ -21,9 +22,9 @@ class Publisher:
     Args:
         address: ZMQ address to bind; the port may be 0.
         engine: the engine's id.
-        pinned: tells how many blocks are pinned now.
+        pinned, leased: tell how many blocks are pinned, and leased, now.
         capacity: blocks that there are.
-        facts: what the engine says that it is.
+        facts: what the engine says that it is; where its events are is added.
         clock_offset_s: by how much its wall clock is wrong: a fault.
         secret: of the events; None: anybody hears them.
         frames: makes the frames of an event.
@@ -32,7 +33,8 @@ class Publisher:
     Attributes:
         address: with the port that was bound.
         dropped: how many of the next events are lost on the way: faults.
-        deaf: what routers say is lost on the way: a fault.
+        deaf: what routers and other engines say is lost on the way: a fault.
+        on_command: called with each command that is no `Go`, and with None twice a second.
     """
 
     def __init__(
@@ -46,18 +48,19 @@ class Publisher:
         secret: str | None = None,
         frames: Callable[[Event], tuple[bytes, bytes]] = encode,
         *,
+        leased: Callable[[], int] = lambda: 0,
         is_silent: bool = False,
     ) -> None:
         self.engine = engine
         self._frames = frames
-        self._about = about(facts)
         self._clock_offset_s = clock_offset_s
         self.seq = 0
         self.dropped = 0
         self.deaf = False
         self.is_paused = False
+        self.on_command: Callable[[Command | None], None] = lambda command: None
         self._told: dict[str, asyncio.Future[bytes]] = {}
-        self._pinned = pinned
+        self._pinned, self._leased = pinned, leased
         self._capacity = capacity
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
@@ -70,6 +73,7 @@ class Publisher:
         self._socket.bind(address)
         port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self.address = f"{address.rpartition(':')[0]}:{port}"
+        self._about = about({**facts, "events": self.address} if facts else {})
         if is_silent:
             self._socket.unbind(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._hello = asyncio.create_task(self._say_hello())
@@ -90,9 +94,16 @@ class Publisher:
     def _hear(self) -> None:
         with suppress(zmq.Again):
             while True:
-                go = decode_command(self._socket.recv(zmq.NOBLOCK))
-                if go is not None and not self.deaf and not self.of(go.key).done():
-                    self.of(go.key).set_result(go.params)
+                try:
+                    command = decode_command(self._socket.recv(zmq.NOBLOCK))
+                except Malformed:
+                    continue  # of another release
+                if command is None or self.deaf:
+                    continue
+                if not isinstance(command, Go):
+                    self.on_command(command)
+                elif not self.of(command.key).done():
+                    self.of(command.key).set_result(command.params)
 
     def next(self) -> int:
         """The number of the next event."""
@@ -101,7 +112,7 @@ class Publisher:
 
     def send(self, event: Event) -> None:
         """Send an event; never waits."""
-        if self.dropped and not isinstance(event, Hello):
+        if self.dropped and not isinstance(event, Hello | Leased):
             self.dropped -= 1
         else:
             self._socket.send_multipart(self._frames(event), zmq.NOBLOCK)
@@ -125,7 +136,8 @@ class Publisher:
             now = time.time_ns() + int(self._clock_offset_s * 1e9)
             hello = Hello(
                 self.engine, self.seq, self._pinned(), self._capacity, True, self._about, now,
-                is_paused=self.is_paused,
+                is_paused=self.is_paused, leased=self._leased(),
             )  # fmt: skip
             self.send(hello)
+            self.on_command(None)
             await asyncio.sleep(HELLO_INTERVAL_S)

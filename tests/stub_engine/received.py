@@ -31,8 +31,3 @@ class Received:
     def hop(self) -> Literal["prefill", "decode"]:
         """Which hop it is."""
         return "prefill" if self.params.get("do_remote_decode") else "decode"
-
-    @property
-    def only_tells(self) -> bool:
-        """It is no client's: the router tells the plug-in to let go."""
-        return any(f"carryback_{what}" in self.params for what in ("release", "withdraw", "forget"))

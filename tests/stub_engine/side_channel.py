@@ -5,12 +5,30 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 READ_TIMEOUT_S = 10.0
 _LINE_LIMIT = 2**24
 
-# Engine id, request and block ids in; what the blocks hold out. Raises KeyError for an unknown engine.
-Reader = Callable[[str, str, list[int]], list[bytes]]
+
+@dataclass
+class Contents:
+    """What was read.
+
+    Attributes:
+        kv: what each block holds.
+        epoch: the one that the holder is in, now that it was read.
+        is_held: it was held for the reader all the time.
+    """
+
+    kv: list[bytes]
+    epoch: str
+    is_held: bool
+
+
+# Engine id, request or lease, and block ids in. Raises KeyError for an unknown engine.
+Reader = Callable[[str, str, list[int]], Contents]
 
 
 class ReadFailed(Exception):
@@ -47,8 +65,10 @@ class SideChannel:
             while line := await reader.readline():
                 ask = json.loads(line)
                 try:
-                    contents = self._read(ask["engine"], ask["request"], ask["blocks"])
-                    reply: dict[str, object] = {"kv": [each.hex() for each in contents]}
+                    found = self._read(ask["engine"], ask["request"], ask["blocks"])
+                    reply: dict[str, object] = {
+                        "kv": [each.hex() for each in found.kv], "epoch": found.epoch, "is_held": found.is_held,
+                    }  # fmt: skip
                 except KeyError as error:
                     reply = {"error": f"no engine {error}"}
                 writer.write(json.dumps(reply).encode() + b"\n")
@@ -60,8 +80,8 @@ class SideChannel:
             writer.close()
 
 
-async def read(host: str, port: int, engine: str, request: str, blocks: Sequence[int]) -> list[bytes]:
-    """What another engine's blocks hold; it is told that they were read.
+async def read(host: str, port: int, engine: str, request: str, blocks: Sequence[int]) -> Contents:
+    """What another engine's blocks hold; of a prompt it is told that it was read.
 
     Raises:
         ReadFailed: nobody there, another engine there, or no answer.
@@ -77,7 +97,7 @@ async def read(host: str, port: int, engine: str, request: str, blocks: Sequence
                 writer.close()
     except OSError as error:
         raise ReadFailed(f"{engine} at {host} port {port}: {error}") from error
-    reply = json.loads(line) if line else {"error": "broke off"}
+    reply: dict[str, Any] = json.loads(line) if line else {"error": "broke off"}
     if "error" in reply:
         raise ReadFailed(reply["error"])
-    return [bytes.fromhex(each) for each in reply["kv"]]
+    return Contents([bytes.fromhex(each) for each in reply["kv"]], reply["epoch"], reply["is_held"])
