@@ -243,6 +243,7 @@ def _attributes(entry: Entry) -> dict[str, AttributeValue]:
             "gen_ai.usage.cache_read.input_tokens": reuse.tokens + reuse.cached,
             "carryback.reuse.outcome": reuse.outcome,
             "carryback.reuse.reason": reuse.reason,
+            "carryback.reuse.found": reuse.found,
             "carryback.reuse.tokens": reuse.tokens,
             "carryback.reuse.recomputed": reuse.recomputed,
             "carryback.reuse.cached": reuse.cached,

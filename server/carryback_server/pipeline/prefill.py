@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -190,7 +190,7 @@ class Prefill:
         if asked.use:
             self.metrics.observe_question(len(question["carryback_ask"]), report)
             reason = _reason(reason, is_lost=location is not None and last is None)
-        reuse = Reuse(report.outcome, report.tokens, reason, report.recomputed, report.cached, report.found)
+        reuse = replace(report, reason=reason)
         self.estimate.learn(prompt.size, reuse.prompt_tokens)
         if given.get("remote_block_ids"):
             kv.params = given
