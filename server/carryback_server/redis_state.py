@@ -1,13 +1,9 @@
 """The state that several routers share, in Redis.
 
-A conversation is a hash, its record another one, both in one slot of a cluster; what has to be atomic
-is a Lua script. Everything has a time to live.
+A conversation is a hash; what has to be atomic is a Lua script. Everything has a time to live.
 
-A record must not come back from the dead. A server that starts from an old snapshot, or a replica that is
-promoted before it has heard everything, may have records that were taken already. So each record is
-stored with the server's epoch, and one of another epoch is void. The epoch is the server's `run_id`, new
-with each start, and its `master_replid`, new with each promotion; scripts read it where they run, so no
-connection can be mistaken about it. https://redis.io/docs/latest/commands/info/
+A server that starts from an old snapshot, or a replica that is promoted before it has heard everything, says where
+an older request left its KV. That is where engines are asked first, and no more: so nothing here guards against it.
 
 Redis is shared, and what one does there others must not feel. So each operation is small; listings and
 responses, which may not be, have connections of their own and come a few at a time of each tenant. An error
@@ -21,7 +17,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -51,9 +47,8 @@ from carryback_server.state import (
     Boundary,
     Conversation,
     Cursor,
-    Gone,
+    Location,
     Page,
-    Record,
     StateBusy,
     StateDown,
     StateFailed,
@@ -73,7 +68,8 @@ MAX_CONNECTIONS = 64
 # The same of those that may be large, and of one tenant's.
 MAX_LARGE = 16
 MAX_LARGE_EACH = 2
-VERSION = 1
+# Of the keys and what is in them: other versions' are neither seen nor touched.
+VERSION = 2
 # Conversations that a listing asks Redis for at once, and that it looks through beyond those that it shows.
 LISTED_AT_ONCE = 32
 MAX_PASSED_OVER = 1000
@@ -86,75 +82,37 @@ _OUTAGES = (ReadOnlyError, MasterDownError, OutOfMemoryError, ClusterDownError, 
 _OUTAGE_CODES = ("BUSY ", "MISCONF ", "NOREPLICAS ")
 # In what Redis says of a value of another type.
 _WRONG_TYPE = ("WRONGTYPE", "not an integer", "not a valid float")
-# How deep what an engine says of its KV may be nested.
-_MAX_DEPTH = 8
 
-# KEYS: the conversation's hash, its record's hash.
-_EPOCH = """
-local function epoch()
-  local function id(section, name) return string.match(redis.call('INFO', section), name .. ':(%w+)') end
-  return id('server', 'run_id') .. id('replication', 'master_replid')
-end
-local function seen()
-  local record = redis.call('HMGET', KEYS[2], 'epoch', 'head')
-  return record[1] and record[1] == epoch() and record[2]
-end
-local function conversation() return redis.call('HMGET', KEYS[1], 'meta', 'uid', 'seen', 'requests', 'why') end
-"""
-# uid, meta, seen, ttl_ms
-_OPEN = (
-    _EPOCH
-    + """
-if redis.call('HSETNX', KEYS[1], 'uid', ARGV[1]) == 1 then
-  redis.call('DEL', KEYS[2])
-  redis.call('HSET', KEYS[1], 'meta', ARGV[2], 'requests', 0, 'why', 'new')
+_FIELDS = ("created", "meta", "seen", "requests", "at", "location")
+_HMGET = f"redis.call('HMGET', KEYS[1], {str(_FIELDS)[1:-1]})"
+# KEYS: the conversation.
+# created, meta, seen, ttl_ms
+_OPEN = f"""
+if redis.call('HSETNX', KEYS[1], 'created', ARGV[1]) == 1 then
+  redis.call('HSET', KEYS[1], 'meta', ARGV[2], 'requests', 0)
+  redis.call('HDEL', KEYS[1], 'at', 'location')
 end
 redis.call('HINCRBY', KEYS[1], 'requests', 1)
 redis.call('HSET', KEYS[1], 'seen', ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
-return conversation()
+return {_HMGET}
 """
-)
-# uid
-_TAKE = (
-    _EPOCH
-    + """
-local uid, why = unpack(redis.call('HMGET', KEYS[1], 'uid', 'why'))
-if uid ~= ARGV[1] then return {'deleted'} end
-local record = redis.call('HMGET', KEYS[2], 'epoch', 'head', 'params', 'digests')
-if not record[1] then return {why or 'state_lost'} end
-redis.call('DEL', KEYS[2])
-local is_alive = record[1] == epoch()
-redis.call('HSET', KEYS[1], 'why', is_alive and 'in_use' or 'state_lost')
-if not is_alive then return {'state_lost'} end
-return {'in_use', record[2], record[3], record[4]}
+# at, location
+_LOCATE = """
+local created, at = unpack(redis.call('HMGET', KEYS[1], 'created', 'at'))
+if not created or (tonumber(at) or 0) > tonumber(ARGV[1]) then return end
+redis.call('HSET', KEYS[1], 'at', ARGV[1], 'location', ARGV[2])
 """
-)
-# uid, key, head, params, digests, record ttl_ms, conversation ttl_ms
-_PUT = (
-    _EPOCH
-    + """
-if redis.call('HGET', KEYS[1], 'uid') ~= ARGV[1] then return {0, false} end
-local older = seen()
-redis.call('DEL', KEYS[2])
-redis.call('HSET', KEYS[2], 'epoch', epoch(), 'key', ARGV[2], 'head', ARGV[3], 'params', ARGV[4], 'digests', ARGV[5])
-redis.call('PEXPIRE', KEYS[2], ARGV[6])
-redis.call('HSET', KEYS[1], 'why', 'expired')
-redis.call('PEXPIRE', KEYS[1], ARGV[7])
-return {1, older}
+# created, meta
+_SAVE = """
+if redis.call('HGET', KEYS[1], 'created') == ARGV[1] then redis.call('HSET', KEYS[1], 'meta', ARGV[2]) end
 """
-)
-# key, why
-_DISCARD = (
-    _EPOCH
-    + """
-if redis.call('HGET', KEYS[2], 'key') ~= ARGV[1] then return 0 end
-local is_alive = seen()
-redis.call('DEL', KEYS[2])
-if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'why', ARGV[2]) end
-return is_alive and 1 or 0
+_GET = f"return {_HMGET}"
+_DELETE = f"""
+local known = {_HMGET}
+redis.call('DEL', KEYS[1])
+return known
 """
-)
 # What tenants keep, by weight. KEYS: all members (`tenant NUL id`) in the order of use, their weights (under the
 # empty member: of all), and the tenants by their weights. A tenant's own members are under the first key and its name.
 _LEDGER = """
@@ -204,21 +162,6 @@ return gone
 )
 # members
 _DROP = _LEDGER + "for _, member in ipairs(ARGV) do drop(member) end"
-# uid, meta, why
-_SAVE = """
-if redis.call('HGET', KEYS[1], 'uid') ~= ARGV[1] then return end
-redis.call('HSET', KEYS[1], 'meta', ARGV[2])
-if redis.call('EXISTS', KEYS[2]) == 0 then redis.call('HSET', KEYS[1], 'why', ARGV[3]) end
-"""
-_GET = _EPOCH + "return {conversation(), seen()}"
-_DELETE = (
-    _EPOCH
-    + """
-local record = seen()
-redis.call('DEL', KEYS[2])
-return {redis.call('DEL', KEYS[1]), record}
-"""
-)
 
 
 class _Meta(msgspec.Struct, array_like=True):
@@ -227,7 +170,6 @@ class _Meta(msgspec.Struct, array_like=True):
     tenant: str
     id: str
     parent: str | None
-    created: float
     turn: str
     step: int
     boundary: Boundary
@@ -236,16 +178,6 @@ class _Meta(msgspec.Struct, array_like=True):
     @classmethod
     def of(cls, conversation: Conversation) -> _Meta:
         return cls(*(getattr(conversation, name) for name in cls.__struct_fields__))
-
-
-class _Stored(msgspec.Struct, array_like=True):
-    """A record, and until when it may be taken, in seconds since the epoch.
-
-    Redis's own time to live starts when a `put` arrives there, which may be late.
-    """
-
-    record: Record
-    expires: float
 
 
 class _Foreign(Exception):
@@ -289,7 +221,6 @@ class RedisState:
         conversation_ttl_s: how long a conversation is remembered after its last request.
         max_conversations: how many to remember of all tenants'.
         responses_max_bytes: of all stored responses.
-        on_evicted: called with the record of a conversation that was forgotten to make room, to release it.
         on_message: called with each message that a router broadcast; must not raise.
         on_refused: called for each message that none did, or that came before.
         observe: called with each operation: its name, `done`, `failed` or `refused`, and its seconds.
@@ -306,7 +237,6 @@ class RedisState:
         conversation_ttl_s: float,
         max_conversations: int,
         responses_max_bytes: int,
-        on_evicted: Callable[[Record], None],
         on_message: Callable[[bytes], None],
         observe: Callable[[str, str, float], None] = lambda operation, result, seconds: None,
         on_junk: Callable[[], None] = lambda: None,
@@ -315,8 +245,7 @@ class RedisState:
         parts = urlsplit(url)
         self._server = f"{parts.hostname}:{parts.port or 6379}" if parts.hostname else parts.path
         self._url = url
-        # A command that may have been carried out is not sent again: a take would lose the record, a
-        # put would bring one back.
+        # A command that may have been carried out is not sent again: it would count twice.
         self._options: dict[str, Any] = {
             "retry": Retry(NoBackoff(), 0),
             "protocol": 2,
@@ -335,13 +264,11 @@ class RedisState:
         # Those that take commands: these, or clients of their cluster.
         self._commands: dict[Redis, Redis | RedisCluster] = {}
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        # Routers of another version do not see these keys.
         self._prefix = f"{prefix}:{VERSION}"
         self._channel = f"{self._prefix}:messages"
         self._timeout_s = timeout_s
         self._ttl_s = conversation_ttl_s
         self._max_conversations = max_conversations
-        self._on_evicted = on_evicted
         self._responses_max_bytes = responses_max_bytes
         self._on_message = on_message
         self.observe = observe
@@ -373,95 +300,51 @@ class RedisState:
     async def open(self, tenant: str, id: str, parent: str | None = None) -> Conversation:
         """See `State.open`."""
         new = Conversation.new(tenant, id, parent)
-        args = new.uid, _encode(_Meta.of(new)), repr(new.last_seen), _ms(self._ttl_s)
-        keys = self._keys(tenant, id)
-        conversation = await self._eval(_OPEN, keys, *args, decode=partial(_conversation, tenant, id))
         now = new.last_seen
-        for member in await self._add(
-            "conversations",
-            _member(tenant, id),
-            1,
-            now,
-            now - self._ttl_s,
-            self._ttl_s,
-            self._max_conversations,
-        ):
-            _, record = await self.delete(*_name(member))
-            if record is not None:
-                self._on_evicted(record)
+        args = repr(new.created), _encode(_Meta.of(new)), repr(now), _ms(self._ttl_s)
+        conversation = await self._eval(_OPEN, tenant, id, *args, decode=_conversation)
+        order = now, now - self._ttl_s, self._ttl_s
+        gone = await self._add("conversations", _member(tenant, id), 1, *order, self._max_conversations)
+        await self._remove([self._key(*_name(member)) for member in gone])
         return conversation
 
     @_observed
-    async def take(self, conversation: Conversation) -> Record | None:
-        """See `State.take`."""
-        keys = self._keys(conversation.tenant, conversation.id)
-        conversation.why_none, stored = await self._eval(_TAKE, keys, conversation.uid, decode=_taken)
-        if stored is None:
-            return None
-        if stored.expires <= time.time():
-            conversation.why_none = "expired"
-            return None
-        return stored.record
-
-    @_observed
-    async def put(self, conversation: Conversation, record: Record, ttl_s: float) -> Record | None:
-        """See `State.put`."""
-        is_done, older = await self._eval(
-            _PUT,
-            self._keys(conversation.tenant, conversation.id),
-            conversation.uid,
-            record.key,
-            _encode(_Stored(record.without_params(), time.time() + ttl_s)),
-            record.params,
-            record.digests,
-            _ms(ttl_s),
-            _ms(max(ttl_s, self._ttl_s)),
-            decode=lambda reply: (reply[0], _record(reply[1])),
-        )
-        if not is_done:
-            raise Gone(conversation.id)
-        return older
-
-    @_observed
-    async def discard(self, tenant: str, id: str, key: str, why: str) -> bool:
-        """See `State.discard`."""
-        return await self._eval(_DISCARD, self._keys(tenant, id), key, why, decode=bool)
+    async def locate(self, tenant: str, id: str, location: Location) -> None:
+        """See `State.locate`."""
+        await self._eval(_LOCATE, tenant, id, repr(location.at), _encode(location), decode=lambda *_: None)
 
     @_observed
     async def save(self, conversation: Conversation) -> None:
         """See `State.save`."""
-        keys = self._keys(conversation.tenant, conversation.id)
-        args = conversation.uid, _encode(_Meta.of(conversation)), conversation.why_none
-        await self._eval(_SAVE, keys, *args, decode=bool)
+        args = repr(conversation.created), _encode(_Meta.of(conversation))
+        await self._eval(_SAVE, conversation.tenant, conversation.id, *args, decode=lambda *_: None)
 
     @_observed
-    async def get(self, tenant: str, id: str) -> tuple[Conversation, Record | None] | None:
+    async def get(self, tenant: str, id: str) -> Conversation | None:
         """See `State.get`."""
-        return await self._eval(_GET, self._keys(tenant, id), decode=partial(_seen, tenant, id))
+        return await self._eval(_GET, tenant, id, decode=_known)
 
     @_observed
     async def page(self, tenant: str | None, limit: int, after: str = "") -> Page:
         """See `State.page`."""
         index = self._ledger("conversations")[0] + (f":{tenant}" if tenant is not None else "")
         cursor = Cursor.decode(after, tenant) if after else None
-        found: list[tuple[Conversation, Record | None]] = []
+        found: list[Conversation] = []
         try:
             async with self._turn(tenant or ""):
                 for _ in range((limit + MAX_PASSED_OVER) // LISTED_AT_ONCE + 1):
                     seen, cursor = await self._newest(index, cursor)
                     found += seen
                     if len(found) > limit:  # one more, to know whether there is more
-                        return Page(found[:limit], Cursor.of(found[limit - 1][0]).encode())
+                        return Page(found[:limit], Cursor.of(found[limit - 1]).encode())
                     if cursor is None:
                         break
         except _Foreign as error:
-            await self._forget(error, [index])
+            await self._forget(error, index)
             return Page(found)
         return Page(found, cursor.encode() if cursor is not None else "")
 
-    async def _newest(
-        self, index: str, after: Cursor | None
-    ) -> tuple[list[tuple[Conversation, Record | None]], Cursor | None]:
+    async def _newest(self, index: str, after: Cursor | None) -> tuple[list[Conversation], Cursor | None]:
         """Some of what an index names, and after which of it to go on; None at its end."""
         most, end = "+inf", None
         if after is not None:
@@ -475,7 +358,7 @@ class RedisState:
             further = [(at, member) for member, at in rows if end is None or (at, member) < end]
             pipe = client.pipeline(transaction=False)
             for _, member in further:
-                pipe.execute_command("EVAL", _GET, 2, *self._keys(*_name(member)))
+                pipe.hmget(self._key(*_name(member)), _FIELDS)
             replies = await pipe.execute(raise_on_error=False)
             for reply in replies:
                 if isinstance(reply, Exception) and not _is_wrong_type(reply):
@@ -486,7 +369,7 @@ class RedisState:
             with suppress(_Foreign):
                 if isinstance(reply, Exception):
                     raise self._foreign(reply)
-                if (seen := self._decoded(reply, partial(_seen, *_name(member)))) is not None:
+                if (seen := self._decoded(reply, partial(_known, *_name(member)))) is not None:
                     found.append(seen)
         if len(rows) < LISTED_AT_ONCE or not further:
             return found, None
@@ -494,16 +377,14 @@ class RedisState:
         return found, Cursor(at, *_name(member))
 
     @_observed
-    async def delete(self, tenant: str, id: str) -> tuple[bool, Record | None]:
+    async def delete(self, tenant: str, id: str) -> Conversation | None:
         """See `State.delete`."""
-        known, record = await self._eval(
-            _DELETE, self._keys(tenant, id), decode=lambda reply: (bool(reply[0]), _record(reply[1]))
-        )
+        known = await self._eval(_DELETE, tenant, id, decode=_known)
         with suppress(StateDown, _Foreign):  # it is deleted; a listing leaves it out
             keys = self._ledger("conversations")
             async with self._client() as client:
                 await client.execute_command("EVAL", _DROP, len(keys), *keys, _member(tenant, id))
-        return known, record
+        return known
 
     @_observed
     async def put_response(self, tenant: str, id: str, blob: bytes, ttl_s: float) -> None:
@@ -512,10 +393,9 @@ class RedisState:
         gone = await self._add(
             "responses", _member(tenant, name), weight, now + ttl_s, now, ttl_s, self._responses_max_bytes
         )
-        async with self._turn(tenant), self._client(self._large) as client:
-            for member in gone:
-                await client.delete(self._response(_name(member)[1]))
-            if _member(tenant, name).encode() not in gone:  # larger than all that there may be
+        await self._remove([self._response(_name(member)[1]) for member in gone])
+        if _member(tenant, name).encode() not in gone:  # it is larger than all that there may be
+            async with self._turn(tenant), self._client(self._large) as client:
                 await client.set(self._response(name), blob, px=_ms(ttl_s))
 
     @_observed
@@ -527,7 +407,7 @@ class RedisState:
                 blob: bytes | None = await client.get(key)
                 return blob
         except _Foreign as error:
-            await self._forget(error, [key])
+            await self._forget(error, key)
             return None
 
     async def broadcast(self, message: bytes) -> None:
@@ -583,8 +463,8 @@ class RedisState:
             except _Foreign as error:
                 if is_again:
                     break
-                await self._forget(error, [*keys, f"{keys[0]}:{_name(member.encode())[0]}"])
-        raise StateFailed(f"Redis at {self._server}: somebody else writes our keys", maybe_done=True)
+                await self._forget(error, *keys, f"{keys[0]}:{_name(member.encode())[0]}")
+        raise StateFailed(f"Redis at {self._server}: somebody else writes our keys")
 
     @asynccontextmanager
     async def _turn(self, tenant: str) -> AsyncIterator[None]:
@@ -604,20 +484,23 @@ class RedisState:
         finally:
             turns.release()
 
-    async def _eval(self, script: str, keys: list[str], *args: Any, decode: Callable[[Any], T]) -> T:
+    async def _eval(
+        self, script: str, tenant: str, id: str, *args: Any, decode: Callable[[str, str, Any], T]
+    ) -> T:
         """Run a script on a conversation; what is there and not ours is deleted.
 
         Raises:
             StateDown: see `State`.
         """
+        key = self._key(tenant, id)
         for _ in range(2):
             try:
                 async with self._client() as client:
-                    reply = await client.execute_command("EVAL", script, len(keys), *keys, *args)
-                return self._decoded(reply, decode)
+                    reply = await client.execute_command("EVAL", script, 1, key, *args)
+                return self._decoded(reply, partial(decode, tenant, id))
             except _Foreign as error:
-                await self._forget(error, keys)
-        raise StateFailed(f"Redis at {self._server}: somebody else writes our keys", maybe_done=True)
+                await self._forget(error, key)
+        raise StateFailed(f"Redis at {self._server}: somebody else writes our keys")
 
     def _decoded(self, reply: Any, decode: Callable[[Any], T]) -> T:
         """What Redis says; all that is read there goes through here.
@@ -636,11 +519,17 @@ class RedisState:
         self._on_junk()
         return _Foreign(error)
 
-    async def _forget(self, error: _Foreign, keys: list[str]) -> None:
+    async def _forget(self, error: _Foreign, *keys: str) -> None:
         logger.warning("Redis at %s: deleting %s, which is not ours: %s", self._server, keys, error)
-        async with self._client() as client:
-            for key in keys:
-                await client.delete(key)
+        await self._remove(keys)
+
+    async def _remove(self, keys: Sequence[str]) -> None:
+        if keys:
+            async with self._client() as client:
+                pipe = client.pipeline(transaction=False)
+                for key in keys:  # each may be in another slot
+                    pipe.delete(key)
+                await pipe.execute()
 
     @asynccontextmanager
     async def _client(self, connections: Redis | None = None) -> AsyncIterator[Any]:
@@ -656,7 +545,7 @@ class RedisState:
         """
         now = time.monotonic()
         if now < self._retry_at:
-            raise StateDown(f"Redis at {self._server} is down", maybe_done=False)
+            raise StateDown(f"Redis at {self._server} is down")
         if not self.is_up:  # this one tries; the others do not wait for what it finds
             self._retry_at = now + self._timeout_s + RETRY_S
         refused: Exception | None = None
@@ -680,16 +569,16 @@ class RedisState:
     def _refused(self, error: Exception) -> StateFailed:
         message = f"Redis at {self._server}: {str(error) or 'no answer in time'}"
         logger.error("%s; this operation alone failed", message)
-        return StateFailed(message, maybe_done=True)
+        return StateFailed(message)
 
     def _failed(self, error: Exception) -> StateDown:
         self.failures += 1
         self._retry_at = time.monotonic() + RETRY_S
         message = f"Redis at {self._server}: {str(error) or 'no answer in time'}"
         if self.is_up or self.failures == 1:
-            logger.warning("%s; nothing is reused until it is back", message)
+            logger.warning("%s; nothing is remembered until it is back", message)
         self.is_up = False
-        return StateDown(message, maybe_done=True)
+        return StateDown(message)
 
     async def _connected(self, connections: Redis) -> Redis | RedisCluster:
         if (client := self._commands.get(connections)) is None:
@@ -699,9 +588,8 @@ class RedisState:
             client = self._commands.setdefault(connections, client)
         return client
 
-    def _keys(self, tenant: str, id: str) -> list[str]:
-        name = _digest(tenant, id)
-        return [f"{self._prefix}:{{{name}}}:conversation", f"{self._prefix}:{{{name}}}:record"]
+    def _key(self, tenant: str, id: str) -> str:
+        return f"{self._prefix}:{{{_digest(tenant, id)}}}:conversation"
 
     def _ledger(self, name: str) -> list[str]:
         """The keys of a ledger, all in one slot."""
@@ -742,22 +630,15 @@ def _text(value: bytes) -> str:
     return value.decode(errors="replace")
 
 
-def _why(value: bytes) -> str:
-    why = _text(value)
-    if not why.isidentifier():  # it goes into a header
-        raise ValueError("a reason that is not a word")
-    return why
-
-
 def _conversation(tenant: str, id: str, reply: Any) -> Conversation:
-    meta, uid, seen, requests, why = reply
+    created, meta, seen, requests, at, location = reply
     kept = msgspec.msgpack.decode(meta, type=_Meta)
     found = Conversation(
         **msgspec.structs.asdict(kept),
-        uid=_text(uid),
+        created=float(created),
         last_seen=float(seen),
         requests=int(requests),
-        why_none=_why(why),
+        location=msgspec.msgpack.decode(location, type=Location) if location is not None else None,
     )
     if (found.tenant, found.id) != (tenant, id):
         raise ValueError("another conversation's")
@@ -765,41 +646,12 @@ def _conversation(tenant: str, id: str, reply: Any) -> Conversation:
         raise ValueError("a time that is none")
     if found.parent is not None:
         check_id(found.parent, "parent")
+    if (where := found.location) is not None and not (
+        is_time(where.until) and is_time(where.at) and where.at == float(at)
+    ):
+        raise ValueError("a location that is none")
     return found
 
 
-def _stored(head: bytes) -> _Stored:
-    stored = msgspec.msgpack.decode(head, type=_Stored)
-    if not (is_time(stored.expires) and is_time(stored.record.deadline)):
-        raise ValueError("a time that is none")
-    return stored
-
-
-def _record(head: bytes | None) -> Record | None:
-    return _stored(head).record if head is not None else None
-
-
-def _seen(tenant: str, id: str, reply: Any) -> tuple[Conversation, Record | None] | None:
-    conversation, head = reply
-    return (_conversation(tenant, id, conversation), _record(head)) if conversation[0] is not None else None
-
-
-def _taken(reply: Any) -> tuple[str, _Stored | None]:
-    why, *found = reply
-    if not found:
-        return _why(why), None
-    head, params, digests = found
-    stored = _stored(head)
-    read = msgspec.json.decode(params, type=dict[str, Any])
-    if not (
-        isinstance(read["carryback"], dict) and _is_flat(read, _MAX_DEPTH) and isinstance(digests, bytes)
-    ):
-        raise ValueError("params that are none")
-    stored.record = msgspec.structs.replace(stored.record, params=params, digests=digests)
-    return _why(why), stored
-
-
-def _is_flat(value: object, depth: int) -> bool:
-    """Whether a value is nested no deeper than this: what is can be written into a request."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth > 0 and all(_is_flat(each, depth - 1) for each in inner if isinstance(each, dict | list))
+def _known(tenant: str, id: str, reply: Any) -> Conversation | None:
+    return _conversation(tenant, id, reply) if reply[0] is not None else None

@@ -13,9 +13,10 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
+from carryback.wire.events import Key
 
 from carryback_server.config import ConfigError, RouterConfig
 from carryback_server.lru import FairLru
@@ -39,8 +40,8 @@ class Location(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     engine: str
     run: str
-    key: str
-    tokens: int
+    key: Key
+    tokens: Annotated[int, msgspec.Meta(ge=0)]
     until: float
     turn: str
     tip: bytes

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import itertools
+import json
 import logging
-import time
+import random
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,20 +17,38 @@ import pytest
 import redis
 from carryback_server import redis_state
 from carryback_server.redis_state import RedisState
-from carryback_server.state import Gone, MemoryState, Page, Record, State, StateBusy, StateDown, StateFailed
+from carryback_server.state import (
+    Conversation,
+    Location,
+    MemoryState,
+    Page,
+    State,
+    StateBusy,
+    StateDown,
+    StateFailed,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis_server import RedisServer, free_port, redis_server
 
 ODD_IDS = ["{a}", "}{", "a:b", "*", "..", "%00", "~" * 256, "a b"]
-_numbers = itertools.count()
 
 
-def record(key: str = "", engine: str = "d0") -> Record:
-    key = key or f"key{next(_numbers)}"
-    return Record(
-        engine, "run", key, f"request-{key}", 64, 4, time.time() + 60, b'{"carryback": {}}', b"\x00\xff" * 32
-    )
+def location(at: float = 1000.0, key: str = "key", **fields: Any) -> Location:
+    """Where a request that came at this time left its KV."""
+    known: dict[str, Any] = {
+        "engine": "d0", "run": "run", "tokens": 64, "until": at + 60, "turn": "1", "tip": b"\x00\xff" * 8,
+    }  # fmt: skip
+    return Location(key=key, at=at, **known | fields)
+
+
+async def where(state: State, id: str = "a", tenant: str = "t") -> Location | None:
+    known = await state.get(tenant, id)
+    return known.location if known is not None else None
+
+
+def names(conversations: list[Conversation]) -> list[str]:
+    return [each.id for each in conversations]
 
 
 class Replicas:
@@ -40,7 +59,6 @@ class Replicas:
         self._settings: dict[str, Any] = {"max_conversations": 1000, **settings}
         self._prefix = uuid.uuid4().hex
         self._states: list[State] = []
-        self.evicted: list[Record] = []
         self.messages: list[bytes] = []
         self.junk: list[int] = []
 
@@ -48,7 +66,6 @@ class Replicas:
         """One more router's state."""
         settings = {
             **self._settings,
-            "on_evicted": self.evicted.append,
             "on_message": self.messages.append,
         } | settings
         if self._url is not None:
@@ -106,15 +123,14 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 async def test_a_conversation_is_made_once_and_remembered(state: State) -> None:
     first = await state.open("t", "a", "parent")
     assert (first.tenant, first.id, first.parent, first.requests) == ("t", "a", "parent", 1)
-    first.turn, first.step, first.boundary, first.reuse, first.why_none = "t1", 2, "mid_turn", "hit", "off"
+    assert (first.turn, first.location) == ("", None)
+    first.turn, first.step, first.boundary, first.reuse = "t1", 2, "mid_turn", "hit"
     await state.save(first)
     again = await state.open("t", "a", "another")
-    assert (again.uid, again.created, again.parent, again.requests) == (first.uid, first.created, "parent", 2)
+    assert (again.created, again.parent, again.requests) == (first.created, "parent", 2)
     assert (again.turn, again.step, again.boundary, again.reuse) == ("t1", 2, "mid_turn", "hit")
-    assert again.why_none == "off"
     assert again.last_seen > first.last_seen
-    known = await state.get("t", "a")
-    assert known == (again, None)
+    assert await state.get("t", "a") == again
     assert await state.get("t", "b") is None
 
 
@@ -123,70 +139,62 @@ async def test_changes_are_kept_by_save_only(state: State) -> None:
     conversation.turn = "not saved"
     known = await state.get("t", "a")
     assert known is not None
-    assert known[0].turn == ""
+    assert known.turn == ""
+    known.turn = (await state.page("t", 10)).items[0].turn = "nor here"
+    known = await state.get("t", "a")
+    assert known is not None
+    assert known.turn == ""
 
 
 async def test_what_is_deleted_stays_deleted(state: State) -> None:
     conversation = await state.open("t", "a")
-    await state.put(conversation, record("k"), 60)
-    known, left = await state.delete("t", "a")
-    assert known
-    assert left is not None
-    assert left.request == "request-k"
+    await state.locate("t", "a", location(key="k"))
+    deleted = await state.delete("t", "a")
+    assert deleted is not None
+    assert (deleted.id, deleted.location) == ("a", location(key="k"))
     await state.save(conversation)
-    with pytest.raises(Gone):
-        await state.put(conversation, record(), 60)
-    assert await state.take(conversation) is None
-    assert conversation.why_none == "deleted"
+    await state.locate("t", "a", location(2000.0))
     assert await state.get("t", "a") is None
-    assert await state.delete("t", "a") == (False, None)
+    assert await state.delete("t", "a") is None
     assert (await state.page("t", 10)).items == []
 
 
 async def test_a_conversation_made_anew_has_nothing_of_the_old_one(state: State) -> None:
-    old = await state.open("t", "a")
-    await state.put(old, record(), 60)
-    await state.delete("t", "a")
-    new = await state.open("t", "a")
-    assert (new.requests, new.why_none) == (1, "new")
-    with pytest.raises(Gone):
-        await state.put(old, record(), 60)
+    old = await state.open("t", "a", "parent")
     old.turn = "old"
     await state.save(old)
-    assert await state.take(new) is None
-    await state.put(new, record("new"), 60)
-    assert await state.take(old) is None
+    await state.locate("t", "a", location())
+    await state.delete("t", "a")
+    new = await state.open("t", "a")
+    assert (new.requests, new.parent, new.turn, new.location) == (1, None, "", None)
+    await state.save(old)
     known = await state.get("t", "a")
     assert known is not None
-    assert known[0].turn == ""
-    assert known[1] is not None
+    assert known.turn == ""
 
 
 @pytest.mark.parametrize("odd", ODD_IDS)
 async def test_ids_of_all_characters_and_tenants_are_apart(state: State, odd: str) -> None:
-    mine, theirs, other = (
-        await state.open("a", odd),
-        await state.open("b", odd),
-        await state.open("a", odd[1:] + "x"),
-    )
-    await state.put(mine, record("mine"), 60)
-    assert await state.take(theirs) is None
-    assert await state.take(other) is None
-    assert not await state.discard("b", odd, "mine", "expired")
-    assert [each.tenant for each, _ in (await state.page("b", 10)).items] == ["b"]
+    for tenant, id in (("a", odd), ("b", odd), ("a", odd[1:] + "x")):
+        await state.open(tenant, id)
+    await state.locate("a", odd, location(key="mine"))
+    assert await where(state, odd, "b") is None
+    assert await where(state, odd[1:] + "x", "a") is None
+    assert [each.tenant for each in (await state.page("b", 10)).items] == ["b"]
     assert (await state.page("c", 10)).items == []
     assert await state.get("c", odd) is None
-    assert (await state.delete("c", odd))[0] is False
+    assert await state.delete("c", odd) is None
+    await state.locate("c", odd, location())
+    assert await state.get("c", odd) is None
     await state.delete("b", odd)
-    taken = await state.take(mine)
-    assert taken is not None
-    assert taken.key == "mine"
+    assert await where(state, odd, "a") == location(key="mine")
 
 
 async def test_pages_show_each_conversation_once_the_newest_first(state: State) -> None:
     for number in range(25):
         await state.open("ab"[number % 2], f"{number:02}")
-    await state.put(await state.open("a", "00"), record("k"), 60)
+    await state.open("a", "00")
+    await state.locate("a", "00", location(key="k"))
     seen, after = [], ""
     for _ in range(10):
         page = await state.page("a", 4, after)
@@ -195,16 +203,12 @@ async def test_pages_show_each_conversation_once_the_newest_first(state: State) 
         await state.open("a", f"new{len(seen)}")
         if not (after := page.after):
             break
-    assert [each.id for each, _ in seen] == ["00", *(f"{number:02}" for number in range(24, 0, -2))]
-    shown = seen[0][1]
-    assert shown is not None
-    assert (shown.key, shown.params, shown.digests) == ("k", b"", b"")
+    assert names(seen) == ["00", *(f"{number:02}" for number in range(24, 0, -2))]
+    assert seen[0].location == location(key="k")
     every = (await state.page(None, 100)).items
-    assert [each.last_seen for each, _ in every] == sorted(
-        (each.last_seen for each, _ in every), reverse=True
-    )
-    assert {each.tenant for each, _ in every} == {"a", "b"}
-    assert len(every) == len({(each.tenant, each.id) for each, _ in every}) == 25 + 4
+    assert every == sorted(every, key=lambda each: each.last_seen, reverse=True)
+    assert {each.tenant for each in every} == {"a", "b"}
+    assert len(every) == len({(each.tenant, each.id) for each in every}) == 25 + 4
 
 
 def cursor(last_seen: object, *more: object, tenant: str = "t") -> str:
@@ -230,148 +234,131 @@ async def test_a_page_after_nonsense_is_refused_and_nobody_else_feels_it(state: 
 
 
 async def test_the_tenant_with_most_conversations_forgets_first(replicas: Callable[..., Replicas]) -> None:
-    shared = replicas(max_conversations=3)
-    state = await shared.add()
-    small = await state.open("small", "a")
-    await state.put(small, record("small"), 60)
+    state = await replicas(max_conversations=3).add()
+    await state.open("small", "a")
+    await state.locate("small", "a", location(key="small"))
     for name in ("a", "b", "c", "d", "e"):
-        await state.put(await state.open("big", name), record(f"big-{name}"), 60)
+        await state.open("big", name)
+        await state.locate("big", name, location())
         await state.open("big", "a")
-    kept = [each.id for each, _ in (await state.page("big", 10)).items]
+    kept = names((await state.page("big", 10)).items)
     assert kept == ["a", "e"]
-    gone = [name for name in "abcde" if name not in kept]
-    assert [each.key for each in shared.evicted] == [f"big-{name}" for name in gone]
-    assert all([await state.get("big", name) is None for name in gone])
-    taken = await state.take(small)
-    assert taken is not None
+    assert all([await state.get("big", name) is None for name in "bcd"])
+    assert await where(state, "a", "small") == location(key="small")
 
 
-# -- records
+# -- locations
 
 
-async def test_a_record_comes_back_whole_and_once(state: State) -> None:
-    conversation = await state.open("t", "a")
-    assert conversation.why_none == "new"
-    stored = record()
-    assert await state.put(conversation, stored, 60) is None
-    known = await state.get("t", "a")
-    assert known is not None
-    assert known[1] == stored.without_params()
-    assert await state.take(conversation) == stored
-    assert await state.take(conversation) is None
-    assert conversation.why_none == "in_use"
-    known = await state.get("t", "a")
-    assert known is not None
-    assert (known[0].why_none, known[1]) == ("in_use", None)
+async def test_the_newest_requests_location_wins_whichever_comes_last(
+    replicas: Callable[..., Replicas],
+) -> None:
+    shared = replicas()
+    one, two = await shared.add(), await shared.add()
+    await one.open("t", "a")
+    await two.locate("t", "a", location(1000.25, "second"))
+    assert await where(one) == location(1000.25, "second")
+    await one.locate("t", "a", location(1000.125, "first"))
+    assert await where(two) == location(1000.25, "second")
+    # The same request's again: what its engine says later of it.
+    await two.locate("t", "a", location(1000.25, "second", until=0.0))
+    assert await where(one) == location(1000.25, "second", until=0.0)
+    await one.locate("t", "a", location(1000.375, "third", engine="d1", tip=b"", tokens=0))
+    for state in (one, two):
+        assert (await state.open("t", "a")).location == await where(state)
+        assert await where(state) == location(1000.375, "third", engine="d1", tip=b"", tokens=0)
 
 
-async def test_a_record_is_taken_once_by_whoever_asks(replicas: Callable[..., Replicas]) -> None:
+async def test_of_all_that_come_at_once_the_newest_stays(replicas: Callable[..., Replicas]) -> None:
     shared = replicas()
     states = [await shared.add() for _ in range(4)]
-    conversations = [await each.open("t", "a") for each in states]
-    for _ in range(20):
-        stored = record()
-        await states[0].put(conversations[0], stored, 60)
-        takes = [each.take(mine) for each, mine in zip(states, conversations, strict=True) for _ in range(3)]
-        discards = [each.discard("t", "a", stored.key, "released") for each in states]
-        taken = [each for each in await asyncio.gather(*takes, *discards) if each]
-        assert len(taken) == 1
-        assert taken[0] in (True, stored)
+    await states[0].open("t", "a")
+    # Times that differ in the last digits of a float.
+    times = [1.7e9 + number * 2**-22 for number in range(40)]
+    for _ in range(5):
+        await states[0].delete("t", "a")
+        await states[1].open("t", "a")
+        told = [location(at, f"key{at}") for at in times]
+        random.shuffle(told)
+        await asyncio.gather(*(states[n % 4].locate("t", "a", each) for n, each in enumerate(told)))
+        assert await where(states[2]) == location(times[-1], f"key{times[-1]}")
 
 
-async def test_a_newer_record_replaces_the_older(state: State) -> None:
+async def test_everybody_who_asks_gets_the_location_as_often_as_asked(
+    replicas: Callable[..., Replicas],
+) -> None:
+    shared = replicas()
+    states = [await shared.add() for _ in range(3)]
+    await states[0].open("t", "a")
+    await states[0].locate("t", "a", location())
+    opened = await asyncio.gather(*(each.open("t", "a") for each in states for _ in range(4)))
+    assert [each.location for each in opened] == [location()] * 12
+    assert sorted(each.requests for each in opened) == list(range(2, 14))
+
+
+async def test_a_pins_end_is_no_end_of_a_location(state: State) -> None:
+    await state.open("t", "a")
+    await state.locate("t", "a", location(1000.0, until=1000.5))
+    assert await where(state) == location(1000.0, until=1000.5)
+
+
+async def test_saving_keeps_the_location(state: State) -> None:
     conversation = await state.open("t", "a")
-    await state.put(conversation, record("old"), 60)
-    older = await state.put(conversation, record("new"), 60)
-    assert older is not None
-    assert older.request == "request-old"
-    assert not await state.discard("t", "a", "old", "expired")
-    assert await state.discard("t", "a", "new", "budget")
-    assert not await state.discard("t", "a", "new", "budget")
-    assert await state.take(conversation) is None
-    assert conversation.why_none == "budget"
-
-
-async def test_a_record_expires(state: State) -> None:
-    conversation = await state.open("t", "a")
-    await state.put(conversation, record(), 0.05)
-
-    async def is_gone() -> bool:
-        known = await state.get("t", "a")
-        return known is not None and known[1] is None
-
-    await until(is_gone)
-    assert await state.take(conversation) is None
-    assert conversation.why_none == "expired"
-    assert (await state.open("t", "a")).why_none == "expired"
-    await state.put(conversation, record("next"), 60)
-    taken = await state.take(conversation)
-    assert taken is not None
-    assert taken.key == "next"
-
-
-async def test_saving_does_not_undo_a_record(state: State) -> None:
-    conversation = await state.open("t", "a")
-    conversation.why_none = "in_use"
-    await state.put(conversation, record(), 60)
+    await state.locate("t", "a", location())
+    conversation.turn = "2"
     await state.save(conversation)
-    assert await state.take(await state.open("t", "a")) is not None
+    known = await state.get("t", "a")
+    assert known is not None
+    assert (known.turn, known.location) == ("2", location())
 
 
 OPERATION = st.tuples(
-    st.sampled_from(["open", "put", "take", "discard", "delete", "save", "get"]),
+    st.sampled_from(["open", "locate", "delete", "save", "get"]),
     st.integers(0, 1),
     st.sampled_from([("t", "a"), ("t", "b"), ("u", "a")]),
+    st.integers(1, 5),
 )
 
 
 @pytest.mark.parametrize("kind", ["memory", "redis"])
 @settings(max_examples=60)
 @given(history=st.lists(OPERATION, max_size=40))
-def test_whatever_happens_a_record_has_one_owner(
-    kind: str, server: RedisServer, history: list[tuple[str, int, tuple[str, str]]]
+def test_whatever_happens_the_newest_location_of_what_is_known_is_there(
+    kind: str, server: RedisServer, history: list[tuple[str, int, tuple[str, str], int]]
 ) -> None:
     async def run() -> None:
         shared = Replicas(server.url if kind == "redis" else None)
         states = [await shared.add(), await shared.add()]
-        handles = {}
-        there: dict[tuple[str, str], str] = {}
-        uids: dict[tuple[str, str], str] = {}
-        for name, number, which in history:
+        handles: dict[tuple[int, tuple[str, str]], Conversation] = {}
+        there: dict[tuple[str, str], Location | None] = {}
+        turns: dict[tuple[str, str], str] = {}
+        made: dict[tuple[str, str], float] = {}
+        for count, (name, number, which, at) in enumerate(history):
             state = states[number]
-            if name == "open" or (number, which) not in handles:
-                handles[number, which] = await state.open(*which)
-                assert handles[number, which].uid == uids.setdefault(which, handles[number, which].uid)
-                continue
-            handle = handles[number, which]
-            is_current = uids.get(which) == handle.uid
-            if name == "put":
-                stored = record()
-                try:
-                    older = await state.put(handle, stored, 60)
-                except Gone:
-                    assert not is_current
-                else:
-                    assert is_current
-                    assert (older and older.key) == there.get(which)
-                    there[which] = stored.key
-            elif name == "take":
-                taken = await state.take(handle)
-                assert (taken and taken.key) == (there.pop(which, None) if is_current else None)
-            elif name == "discard":
-                key = there.get(which, "none")
-                assert await state.discard(*which, key, "x") == (which in there)
-                there.pop(which, None)
+            if name == "open":
+                opened = handles[number, which] = await state.open(*which)
+                assert opened.location == there.setdefault(which, None)
+                assert opened.created == made.setdefault(which, opened.created)
+                assert opened.turn == turns.setdefault(which, "")
+            elif name == "locate":
+                told = location(float(at), f"key{count}")
+                await state.locate(*which, told)
+                if which in there and ((before := there[which]) is None or before.at <= at):
+                    there[which] = told
             elif name == "delete":
-                known, left = await state.delete(*which)
-                assert known == (which in uids)
-                assert (left and left.key) == there.pop(which, None)
-                uids.pop(which, None)
-            elif name == "save":
+                known = await state.delete(*which)
+                assert (known is not None) == (which in there)
+                assert (known and known.location) == there.pop(which, None)
+                made.pop(which, None)
+                turns.pop(which, None)
+            elif name == "save" and (handle := handles.get((number, which))) is not None:
+                handle.turn = str(count)
                 await state.save(handle)
-            known_now = await state.get(*which)
-            assert (known_now is not None) == (which in uids)
-            assert (known_now and known_now[1] and known_now[1].key) == there.get(which)
+                if made.get(which) == handle.created:
+                    turns[which] = handle.turn
+            known = await state.get(*which)
+            assert (known is not None) == (which in there)
+            assert known is None or (known.location, known.turn) == (there[which], turns[which])
         await shared.stop()
 
     asyncio.run(run())
@@ -470,13 +457,13 @@ def own() -> Iterator[RedisServer]:
         yield server
 
 
-async def holding(replicas: Replicas, **settings: Any) -> tuple[State, Any, Any]:
-    """A state with a conversation that has a record, and one whose record was taken already."""
+async def holding(replicas: Replicas, **settings: Any) -> State:
+    """A state with two conversations that have a location, of a request that came at 1000."""
     state = await replicas.add(**settings)
-    used, unused = await state.open("t", "used"), await state.open("t", "unused")
-    await state.put(used, record(), 60)
-    await state.put(unused, record(), 60)
-    return state, used, unused
+    for id in ("a", "b"):
+        await state.open("t", id)
+        await state.locate("t", id, location())
+    return state
 
 
 async def is_up(state: State) -> bool:
@@ -488,52 +475,29 @@ async def is_up(state: State) -> bool:
 
 
 @pytest.mark.parametrize("options", [(), ("--appendonly", "yes", "--appendfsync", "no")])
-async def test_no_record_comes_back_from_a_snapshot(options: tuple[str, ...]) -> None:
+async def test_what_comes_back_from_a_snapshot_is_an_older_location(options: tuple[str, ...]) -> None:
+    """Which costs a question at most: the next request's answer is newer."""
     with redis_server(*options) as server:
         shared = Replicas(server.url)
-        state, used, unused = await holding(shared)
+        state = await holding(shared)
         if options:
             server.client.config_set("appendonly", "no")  # what is written from now on is lost
             server.client.config_set("save", "")
         else:
             server.client.save()
-        assert await state.take(used) is not None
-        server.kill()
-        server.start()
-        assert server.client.dbsize() > 4, "the server has not loaded the old state"
-        await until(lambda: is_up(state))
-        for conversation in (used, unused):
-            known = await state.get("t", conversation.id)
-            assert known is not None
-            assert known[1] is None
-            assert [each[1] for each in (await state.page("t", 10)).items] == [None, None]
-            assert await state.take(conversation) is None
-            assert conversation.why_none == "state_lost"
-        await state.put(used, record("next"), 60)
-        taken = await state.take(used)
-        assert taken is not None
-        assert taken.key == "next"
-        await shared.stop()
-
-
-async def test_no_void_record_is_handed_out_for_release() -> None:
-    """Somebody may be reading it."""
-    with redis_server() as server:
-        shared = Replicas(server.url)
-        state, used, _ = await holding(shared)
-        known = await state.get("t", "unused")
-        assert known is not None
-        assert known[1] is not None
-        server.client.save()
+        await state.locate("t", "a", location(2000.0, "lost"))
+        assert await where(state) == location(2000.0, "lost")
         server.kill()
         server.start()
         await until(lambda: is_up(state))
-        assert await state.put(used, record(), 60) is None
-        assert not await state.discard("t", "unused", known[1].key, "expired")
+        assert names((await state.page("t", 10)).items) == ["b", "a"]
+        assert await where(state) == location()
+        await state.locate("t", "a", location(3000.0, "next"))
+        assert await where(state) == location(3000.0, "next")
         await shared.stop()
 
 
-async def test_no_record_comes_back_from_a_replica_that_missed_its_use() -> None:
+async def test_a_replica_that_is_promoted_goes_on_with_what_it_has_heard() -> None:
     with (
         redis_server("--replicaof", "127.0.0.1", str(port := free_port())) as replica,
         redis_server(port=port) as main,
@@ -547,68 +511,35 @@ async def test_no_record_comes_back_from_a_replica_that_missed_its_use() -> None
         await until(is_synced)
         old, new = Replicas(main.url), Replicas(replica.url)
         new._prefix = old._prefix
-        state, used, unused = await holding(old)
+        state = await holding(old)
         await until(is_synced)
         replica.client.replicaof("NO", "ONE")  # promoted, while the old one goes on
-        assert await state.take(used) is not None
+        await state.locate("t", "a", location(2000.0, "missed"))
         promoted = await new.add()
-        known = await promoted.get("t", "used")
-        assert known is not None
-        assert known[1] is None
-        # The other way round again: the old one has all that the new one has, and its own run.
-        port_of_new = free_port()
-        replica.client.config_set("port", port_of_new)
-        main.client.replicaof("127.0.0.1", port_of_new)
-
-        async def is_back() -> bool:
-            return bool(main.client.info("replication")["master_link_status"] == "up")
-
-        await until(is_back)
-        main.client.replicaof("NO", "ONE")
-        again = await old.add()
-        for conversation in (used, unused):
-            assert await promoted.take(conversation) is None
-            assert await again.take(conversation) is None
-            assert conversation.why_none == "state_lost"
+        assert await where(promoted) == location()
+        await promoted.locate("t", "a", location(3000.0, "next"))
+        assert await where(promoted) == location(3000.0, "next")
         await old.stop()
         await new.stop()
 
 
 async def test_a_server_that_hangs_costs_one_wait_and_no_answer_is_mixed_up(own: RedisServer) -> None:
     shared = Replicas(own.url)
-    state, used, unused = await holding(shared, timeout_s=2)
+    state = await holding(shared, timeout_s=2)
     own.pause()
-    with pytest.raises(StateDown) as first:
-        await state.take(used)
-    with pytest.raises(StateDown) as second:
-        await state.take(unused)
-    assert (first.value.maybe_done, second.value.maybe_done) == (True, False)
+    with pytest.raises(StateDown, match="no answer in time"):
+        await state.get("t", "a")
+    with pytest.raises(StateDown, match="is down"):
+        await state.locate("t", "a", location(2000.0))
     assert not state.is_up
     assert state.failures == 1
     own.resume()
     await until(lambda: is_up(state))
     assert state.is_up
-    # The one whose answer was lost counts as used; the other was never asked for.
-    assert await state.take(used) is None
-    taken = await state.take(unused)
-    assert taken is not None
+    assert await where(state) == location()
     for number in range(20):
         opened = await asyncio.gather(*(state.open("t", f"{number}-{each}") for each in range(10)))
         assert [each.id for each in opened] == [f"{number}-{each}" for each in range(10)]
-    await shared.stop()
-
-
-async def test_a_record_that_arrives_late_is_not_used_late(own: RedisServer) -> None:
-    shared = Replicas(own.url)
-    state = await shared.add(timeout_s=2)
-    conversation = await state.open("t", "a")
-    own.pause()
-    with pytest.raises(StateDown):
-        await state.put(conversation, record(), 2.2)
-    await asyncio.sleep(0.3)
-    own.resume()
-    await until(lambda: is_up(state))
-    assert await state.take(conversation) is None
     await shared.stop()
 
 
@@ -617,15 +548,15 @@ async def test_a_router_starts_without_redis_and_finds_it_later(caplog: pytest.L
     shared = Replicas(server.url)
     state = await shared.add()
     assert not state.is_up
-    assert "nothing is reused until it is back" in caplog.text
+    assert "nothing is remembered until it is back" in caplog.text
     with pytest.raises(StateDown):
         await state.open("t", "a")
     try:
         server.start()
         await until(lambda: is_up(state))
-        conversation = await state.open("t", "a")
-        await state.put(conversation, record(), 60)
-        assert await state.take(conversation) is not None
+        await state.open("t", "a")
+        await state.locate("t", "a", location())
+        assert await where(state) == location()
 
         async def has_come() -> bool:
             await state.broadcast(b"hello")
@@ -664,7 +595,7 @@ JUNK: list[Callable[[redis.Redis, bytes], Any]] = [
     lambda client, key: client.rpush(key, "junk"),
     lambda client, key: client.hset(key, mapping={"junk": "junk"}),
     lambda client, key: client.hset(
-        key, mapping=dict.fromkeys(("uid", "meta", "seen", "requests", "why", "head", "params"), b"\xc1\xff")
+        key, mapping=dict.fromkeys(("created", "meta", "seen", "requests", "at", "location"), b"\xc1\xff")
     ),
 ]
 
@@ -675,7 +606,8 @@ async def test_what_is_not_ours_in_redis_counts_as_absent(
     own: RedisServer, caplog: pytest.LogCaptureFixture, junk: int, spoils_all: bool
 ) -> None:
     shared = Replicas(own.url)
-    state, used, _ = await holding(shared)
+    state = await holding(shared)
+    handle = await state.open("t", "a")
     await state.put_response("t", "r", b"blob", 60)
 
     def spoil() -> None:
@@ -687,14 +619,13 @@ async def test_what_is_not_ours_in_redis_counts_as_absent(
                 JUNK[junk](own.client, key)
 
     operations: list[Callable[[], Awaitable[Any]]] = [
-        lambda: state.take(used),
-        lambda: state.get("t", "used"),
+        lambda: state.locate("t", "a", location(2000.0)),
+        lambda: state.get("t", "a"),
         lambda: state.page("t", 10),
         lambda: state.page(None, 10),
-        lambda: state.discard("t", "used", "key", "x"),
-        lambda: state.save(used),
-        lambda: state.open("t", "used"),
-        lambda: state.delete("t", "used"),
+        lambda: state.save(handle),
+        lambda: state.open("t", "a"),
+        lambda: state.delete("t", "a"),
         lambda: state.get_response("t", "r"),
     ]
     if spoils_all or junk > 1:
@@ -702,11 +633,10 @@ async def test_what_is_not_ours_in_redis_counts_as_absent(
             spoil()
             await operation()
         spoil()
-    conversation = await state.open("t", "used")
-    await state.put(conversation, record("good"), 60)
-    taken = await state.take(conversation)
-    assert taken is not None
-    assert taken.key == "good"
+    conversation = await state.open("t", "a")
+    assert (conversation.tenant, conversation.id, conversation.parent) == ("t", "a", None)
+    await state.locate("t", "a", location(3000.0, "good"))
+    assert await where(state) == location(3000.0, "good")
     assert state.is_up
     if spoils_all:
         assert "not ours" in caplog.text
@@ -715,62 +645,135 @@ async def test_what_is_not_ours_in_redis_counts_as_absent(
 
 
 NAN, INF = float("nan"), float("inf")
-DEEP = b'{"carryback":{},"a":' + b"[" * 900 + b"]" * 900 + b"}"
 
 
-def _set(place: int, value: object, *inner: int) -> Callable[[list[Any]], None]:
-    """Changes one value of a record's head, or of a conversation's meta."""
+def _set(place: int, value: object) -> Callable[[list[Any]], None]:
+    """Changes one value of a location, or of a conversation's meta."""
 
     def change(values: list[Any]) -> None:
-        for each in inner:
-            values = values[each]
         values[place] = value
 
     return change
 
 
 @pytest.mark.parametrize(
-    ("kind", "field", "change"),
+    ("field", "change"),
     [
-        ("record", "params", b"junk"), ("record", "params", b"[]"), ("record", "params", b"{}"),
-        ("record", "params", b'{"carryback": 1}'), ("record", "params", DEEP), ("record", "params", b"\xff"),
-        ("record", "head", _set(1, NAN)), ("record", "head", _set(1, INF)), ("record", "head", _set(6, NAN, 0)),
-        ("record", "head", _set(6, INF, 0)), ("record", "head", _set(4, "many", 0)), ("record", "head", b"\x91" * 5000),
-        ("conversation", "meta", _set(3, NAN)), ("conversation", "meta", _set(3, INF)),
-        ("conversation", "meta", _set(0, "another")), ("conversation", "meta", _set(1, "another")),
-        ("conversation", "meta", _set(2, "a\r\nSet-Cookie: a")), ("conversation", "meta", b"\x91" * 5000),
-        ("conversation", "seen", b"nan"), ("conversation", "seen", b"inf"), ("conversation", "seen", b"1e400"),
-        ("conversation", "requests", b"9" * 5000), ("conversation", "why", b"new\r\nSet-Cookie: a"),
+        ("location", b"junk"), ("location", b""), ("location", b"\x91" * 5000), ("location", b"\x90"),
+        ("location", _set(2, "k" * 5000)), ("location", _set(3, -1)), ("location", _set(3, "many")),
+        ("location", _set(4, NAN)), ("location", _set(4, INF)), ("location", _set(4, -1.0)),
+        ("location", _set(6, "text")), ("location", _set(7, NAN)), ("location", _set(7, 1e300)),
+        ("location", _set(7, 999.0)), ("at", b"junk"), ("at", b"nan"), ("at", b"inf"), ("at", b"1e400"), ("at", b"1001"),
+        ("meta", _set(0, "another")), ("meta", _set(1, "another")), ("meta", _set(2, "a\r\nSet-Cookie: a")),
+        ("meta", _set(5, "another")), ("meta", b"\x91" * 5000),
+        ("created", b"nan"), ("created", b"inf"), ("created", b"now"), ("requests", b"9" * 5000),
+        ("seen", b"nan"), ("seen", b"inf"), ("seen", b"1e400"),
     ],
 )  # fmt: skip
-async def test_junk_in_a_field_counts_as_absent(own: RedisServer, kind: str, field: str, change: Any) -> None:
+@pytest.mark.parametrize("first", ["open", "get", "page", "delete"])
+async def test_junk_in_a_field_counts_as_absent(
+    own: RedisServer, field: str, change: Any, first: str
+) -> None:
     shared = Replicas(own.url)
-    state, _, _ = await holding(shared)
-
-    def spoil() -> None:
-        for key in own.client.scan_iter(f"*:{kind}"):
-            if callable(change) and (value := own.client.hget(key, field)) is not None:
-                values = msgspec.msgpack.decode(value)
-                change(values)
-                own.client.hset(key, field, msgspec.msgpack.encode(values))
-            elif not callable(change):
-                own.client.hset(key, field, change)
-
-    spoil()
-    await state.page("t", 10)
-    await state.get("t", "unused")
-    conversation = await state.open("t", "used")
-    taken = await state.take(conversation)
-    assert (taken is None) == (field != "seen")  # which is written with each request
-    assert (conversation.tenant, conversation.id, conversation.parent) == ("t", "used", None)
-    assert conversation.why_none.isidentifier()
+    state = await holding(shared)
+    for key in own.client.scan_iter("*:conversation"):
+        if callable(change):
+            value = own.client.hget(key, field)
+            assert value is not None
+            values = msgspec.msgpack.decode(value)
+            change(values)
+            own.client.hset(key, field, msgspec.msgpack.encode(values))
+        else:
+            own.client.hset(key, field, change)
+    if first == "open":
+        conversation = await state.open("t", "a")
+        if field == "seen":  # which is written with each request
+            assert (conversation.requests, conversation.location) == (2, location())
+            await state.get("t", "b")
+        else:
+            assert (conversation.requests, conversation.location) == (1, None)
+        assert (conversation.tenant, conversation.id, conversation.parent) == ("t", "a", None)
+    elif first == "get":
+        assert await state.get("t", "a") is None
+    elif first == "page":
+        assert (await state.page("t", 10)).items == []
+    else:
+        assert await state.delete("t", "a") is None
     assert shared.junk
     assert state.is_up
-    conversation = await state.open("t", "used")
-    await state.put(conversation, record("good"), 60)
-    taken = await state.take(conversation)
-    assert taken is not None
-    assert taken.key == "good"
+    await state.open("t", "a")
+    await state.locate("t", "a", location(2000.0, "good"))
+    assert await where(state) == location(2000.0, "good")
+    await shared.stop()
+
+
+async def test_what_is_left_of_another_conversation_is_not_a_new_ones(own: RedisServer) -> None:
+    shared = Replicas(own.url)
+    state = await holding(shared)
+    for key in own.client.scan_iter("*:conversation"):
+        own.client.hdel(key, "created")
+    assert await state.get("t", "a") is None
+    await state.locate("t", "a", location(2000.0))
+    assert await state.get("t", "a") is None
+    conversation = await state.open("t", "a")
+    assert (conversation.requests, conversation.location) == (1, None)
+    await shared.stop()
+
+
+async def test_a_time_that_is_none_keeps_no_newer_location_out_for_long(own: RedisServer) -> None:
+    shared = Replicas(own.url)
+    state = await holding(shared)
+    (key,) = own.client.keys(f"*{{{redis_state._digest('t', 'a')}}}:conversation")
+    for at in (b"inf", b"1e300", b"nan", b"junk", b"-1"):
+        own.client.hset(key, "at", at)
+        await state.locate("t", "a", location(2000.0, "kept out"))
+        await state.open("t", "a")
+        await state.locate("t", "a", location(3000.0, "good"))
+        assert await where(state) == location(3000.0, "good")
+    await shared.stop()
+
+
+OLD = json.loads((Path(__file__).parents[1] / "recorded" / "redis-1.json").read_text())
+
+
+def load(client: redis.Redis, keys: dict[str, Any]) -> None:
+    """Write keys as they were recorded."""
+    for key, (kind, value) in keys.items():
+        if kind == "string":
+            client.set(key, base64.b64decode(value))
+        elif kind == "hash":
+            client.hset(key, mapping={name: base64.b64decode(each) for name, each in value.items()})
+        else:
+            client.zadd(key, value)
+
+
+def dump(client: redis.Redis, pattern: str) -> dict[bytes, Any]:
+    return {key: client.dump(key) for key in client.scan_iter(pattern)}
+
+
+async def test_what_routers_of_another_layout_keep_is_neither_read_nor_touched(own: RedisServer) -> None:
+    prefix, tenant, id = OLD["prefix"], OLD["tenant"], OLD["conversation"]
+    load(own.client, OLD["keys"])
+    before = dump(own.client, "*")
+    assert len(before) == len(OLD["keys"]) > 8
+    shared = Replicas(own.url)
+    shared._prefix = prefix
+    state = await shared.add()
+    assert await state.get(tenant, id) is None
+    assert (await state.page(None, 10)).items == []
+    assert await state.get_response(tenant, OLD["response"]) is None
+    assert await state.delete(tenant, id) is None
+    await state.locate(tenant, id, location())
+    conversation = await state.open(tenant, id)
+    assert (conversation.requests, conversation.turn, conversation.location) == (1, "", None)
+    await state.locate(tenant, id, location())
+    await state.put_response(tenant, OLD["response"], b"ours", 60)
+    await state.save(conversation)
+    assert names((await state.page(None, 10)).items) == [id]
+    assert await state.delete(tenant, id) is not None
+    assert shared.junk == []
+    # Neither do they see ours.
+    assert dump(own.client, f"{prefix}:1:*") == before
     await shared.stop()
 
 
@@ -779,21 +782,21 @@ async def test_what_redis_refuses_is_one_operations_own_error(
 ) -> None:
     seen: list[tuple[str, str]] = []
     shared = Replicas(own.url, observe=lambda operation, result, seconds: seen.append((operation, result)))
-    state, used, _ = await holding(shared)
+    state = await holding(shared)
     own.client.execute_command("ACL", "SETUSER", "default", "-get")
     seen.clear()
     with pytest.raises(StateFailed):
         await state.get_response("t", "r")
-    assert await state.take(used) is not None
+    assert await where(state) == location()
     assert (state.is_up, state.failures) == (True, 0)
-    assert seen == [("get_response", "refused"), ("take", "done")]
+    assert seen == [("get_response", "refused"), ("get", "done")]
     assert "this operation alone failed" in caplog.text
     await shared.stop()
 
 
 async def test_a_full_server_is_an_outage(own: RedisServer) -> None:
     shared = Replicas(own.url)
-    state, _, _ = await holding(shared)
+    state = await holding(shared)
     own.client.config_set("maxmemory-policy", "noeviction")
     own.client.config_set("maxmemory", 1)
     with pytest.raises(StateDown) as error:
@@ -810,13 +813,13 @@ async def test_listings_at_once_keep_nobody_waiting(own: RedisServer) -> None:
     state = await shared.add()
     for number in range(600):
         await state.open("many", f"c{number}")
-    other = await state.open("t", "a")
+    await state.open("t", "a")
     listings = [asyncio.create_task(state.page("many", 600)) for _ in range(16)]
     turns = 0
     while not all(each.done() for each in listings):
-        await state.put(other, record(), 60)
-        assert await state.take(other) is not None
         turns += 1
+        await state.locate("t", "a", location(float(turns)))
+        assert await where(state) == location(float(turns))
     results = await asyncio.gather(*listings, return_exceptions=True)
     assert turns
     assert (state.is_up, state.failures) == (True, 0)
@@ -829,13 +832,13 @@ async def test_listings_at_once_keep_nobody_waiting(own: RedisServer) -> None:
 
 async def test_nothing_stays_in_redis_for_ever(own: RedisServer) -> None:
     shared = Replicas(own.url, conversation_ttl_s=30)
-    state, _, unused = await holding(shared)
+    state = await holding(shared)
     await state.put_response("t", "r", b"blob", 60)
-    await state.save(unused)
-    await state.discard("t", "used", "none", "x")
+    await state.save(await state.open("t", "a"))
+    await state.locate("t", "gone", location())
     keys = list(own.client.scan_iter("*"))
-    # Two conversations and their records; a ledger of them, and one of the response; the response.
-    assert len(keys) == 2 * 2 + 4 + 4 + 1
+    # Two conversations; a ledger of them, and one of the response; the response.
+    assert len(keys) == 2 + 4 + 4 + 1
     assert all(0 < own.client.pttl(key) <= 60_000 for key in keys)
     await shared.stop()
 
@@ -847,7 +850,7 @@ async def test_a_listing_leaves_out_what_has_expired(own: RedisServer) -> None:
 
     async def is_gone() -> bool:
         await state.open("t", "new")
-        return [each.id for each, _ in (await state.page("t", 10)).items] == ["new"]
+        return names((await state.page("t", 10)).items) == ["new"]
 
     await until(is_gone)
     await state.open("t", "new")  # which clears the index of what was gone before
@@ -876,11 +879,11 @@ async def test_a_listing_looks_through_so_much_at_most(own: RedisServer) -> None
     own.client.config_resetstat()
     page = await state.page("t", 10)
     assert page.items == []
-    assert own.client.info("commandstats")["cmdstat_eval"]["calls"] < 1200
+    assert own.client.info("commandstats")["cmdstat_hmget"]["calls"] < 1200
     pages = 1
     while page.after:
         page, pages = await state.page("t", 10, page.after), pages + 1
-    assert [each.id for each, _ in page.items] == ["oldest"]
+    assert names(page.items) == ["oldest"]
     assert pages < 6
     await shared.stop()
 
@@ -897,7 +900,7 @@ async def test_pages_pass_over_what_redis_has_evicted(own: RedisServer) -> None:
     seen, after = [], ""
     while True:
         page = await state.page("t", 3, after)
-        seen += [each.id for each, _ in page.items]
+        seen += names(page.items)
         if not (after := page.after):
             break
     assert seen == [f"{number:02}" for number in (*range(99, 89, -1), *range(19, -1, -1))]
@@ -922,18 +925,15 @@ async def test_a_cluster_of_several_nodes() -> None:
         await until(is_whole)
         shared = Replicas(f"redis://127.0.0.1:{first.port}")
         states = [await shared.add(), await shared.add()]
-        conversations = [await states[number % 2].open("t", str(number)) for number in range(40)]
-        for number, conversation in enumerate(conversations):
-            await states[number % 2].put(conversation, record(f"key{number}"), 60)
+        for number in range(40):
+            await states[number % 2].open("t", str(number))
+            await states[number % 2].locate("t", str(number), location(key=f"key{number}"))
         page = await states[0].page("t", 25)
         rest = await states[1].page(None, 25, page.after)
-        assert [each.id for each, _ in page.items + rest.items] == [
-            str(number) for number in range(39, -1, -1)
-        ]
-        for number, conversation in enumerate(conversations):
-            both = await asyncio.gather(*(each.take(conversation) for each in states))
-            assert [each.key for each in both if each is not None] == [f"key{number}"]
-        assert (await states[0].delete("t", "0"))[0]
+        assert names(page.items + rest.items) == [str(number) for number in range(39, -1, -1)]
+        for number in range(40):
+            assert await where(states[1 - number % 2], str(number)) == location(key=f"key{number}")
+        assert await states[0].delete("t", "0") is not None
         await states[0].put_response("t", "r", b"blob", 60)
         assert await states[1].get_response("t", "r") == b"blob"
         assert min(first.client.dbsize(), second.client.dbsize()) > 5
