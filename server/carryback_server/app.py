@@ -106,7 +106,7 @@ class Router:
         )
         clients.on_response_prepare.append(_introduce)
         for path in ENDPOINTS:
-            clients.router.add_post(path, self.pipeline.road.handle, **expect)
+            clients.router.add_post(path, self.pipeline.handle, **expect)
         for path in REFUSED:
             clients.router.add_post(path, self._refuse, **expect)
         for path in FORWARDED:
@@ -138,7 +138,7 @@ class Router:
             each.router.add_route("*", "/{path:.*}", self._elsewhere, **expect)
             each.on_response_prepare.append(_without_versions)
         await self.pipeline.start()
-        self.pipeline.holding.pins.shares = _shares(self.tenants)
+        self.pipeline.shared.holding.pins.shares = _shares(self.tenants)
         try:
             self.url = await self._listen(
                 "clients", clients, config.host, config.port, most, config.max_connections_per_address
@@ -214,7 +214,7 @@ class Router:
         async with self._reloading:
             # A large file takes PyYAML seconds, in which streams go on.
             is_good = await asyncio.to_thread(self.tenants.reload)
-            self.pipeline.holding.pins.shares = _shares(self.tenants)
+            self.pipeline.shared.holding.pins.shares = _shares(self.tenants)
             if self._read_config is None:
                 return is_good
             try:
@@ -370,7 +370,7 @@ class Router:
 
     async def _delete_of(self, request: web.Request, tenant: str) -> web.Response:
         conversation_id = request.match_info["id"]
-        if not await self.pipeline.road.delete(tenant, conversation_id):
+        if not await self.pipeline.delete(tenant, conversation_id):
             raise _unknown(request)
         return _json({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
@@ -395,11 +395,11 @@ class Router:
         return _json({"object": "list", "data": [each.view() for each in self.pipeline.pool.engines]})
 
     async def _costs(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": self.pipeline.costs.view()})
+        return _json({"object": "list", "data": self.pipeline.shared.costs.view()})
 
     async def _live(self, request: web.Request) -> web.Response:
         try:
-            changes = self.pipeline.live.since(request.query.get("after", ""))
+            changes = self.pipeline.shared.live.since(request.query.get("after", ""))
         except ValueError as error:
             raise ApiError(400, f"after: {error}", code="invalid_query", param="after") from error
         return _json(
@@ -467,7 +467,7 @@ class Router:
             ApiError: 404; 502, the engine was not told.
         """
         name = request.match_info["name"]
-        told = [self.pipeline.holding.forget(each) for each in self._named(request)]
+        told = [self.pipeline.shared.holding.forget(each) for each in self._named(request)]
         if not all(is_told for _, is_told in told):
             raise ApiError(
                 502,
@@ -551,12 +551,12 @@ class Router:
             "step": conversation.step,
             "boundary": conversation.boundary or None,
             "requests": conversation.requests,
-            "in_flight": self.pipeline.road.in_flight[name],
+            "in_flight": self.pipeline.in_flight[name],
             "last_reuse": conversation.reuse or None,
             "location": None,
         }
         if location is not None:
-            pinned_s = round(self.pipeline.holding.pinned_s(location), 1)
+            pinned_s = round(self.pipeline.shared.holding.pinned_s(location), 1)
             view["location"] = {"tokens": location.tokens, "turn": location.turn, "pinned_s": pinned_s}
             if with_engine:  # addresses are not for clients
                 view["location"]["engine"] = location.engine

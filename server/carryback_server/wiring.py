@@ -6,7 +6,6 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from carryback.identity import Identifier
 from carryback.wire import events
@@ -20,45 +19,16 @@ from carryback_server.explain import Explanations
 from carryback_server.live import Live
 from carryback_server.metrics import Metrics
 from carryback_server.one_hop import OneHop
+from carryback_server.pipeline.context import Shared
 from carryback_server.pipeline.hold import Holding
-from carryback_server.pipeline.hops import make_hops
 from carryback_server.pipeline.identify import Identify
-from carryback_server.pipeline.request import Road
+from carryback_server.pipeline.request import Pipeline
 from carryback_server.pool import Pool
 from carryback_server.reading import Bodies
-from carryback_server.state import State, make_state
+from carryback_server.state import make_state
 from carryback_server.tenants import Tenants
 from carryback_server.tracing import make_tracer
 from carryback_server.trust import Trust
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """A router, but for its servers."""
-
-    road: Road
-    one_hop: OneHop
-    state: State
-    pool: Pool
-    holding: Holding
-    chains: Chains
-    explanations: Explanations
-    costs: Costs
-    live: Live
-
-    async def start(self) -> None:
-        """Connect to the state and the engines."""
-        await self.state.start()
-        await self.pool.start()
-
-    async def stop(self) -> None:
-        """Unpin all that is held for conversations that cannot come back, then disconnect."""
-        await self.holding.stop()
-        await self.pool.stop()
-        await self.state.stop()
-        await self.road.bodies.stop()
-        await self.road.tracer.stop()
-        self.road.access_log.stop()
 
 
 def build(
@@ -106,22 +76,17 @@ def build(
         max_bytes=config.max_response_bytes,
         on_junk=metrics.state_junk.inc,
     )
-    explanations = Explanations(config.explain_bytes, router_id)
     identifier = Identifier(config.identity_capacity)
-    road = Road(
-        config,
+    return Pipeline(
+        Shared(config, pool, holding, metrics, costs, live, new_key),
+        Identify(config, bodies, chains, trust, identifier, state, time.time),
         tenants,
         bodies,
         state,
         chains,
-        explanations,
-        metrics,
-        live,
+        Explanations(config.explain_bytes, router_id),
         make_tracer(config, metrics),
         AccessLog(config.log_format, metrics.log_lines_dropped),
-        Identify(config, bodies, chains, trust, identifier, state, time.time),
-        make_hops(config, pool, holding, metrics, costs, live, new_key),
-        holding,
+        pool,
+        OneHop(config, tenants, bodies, trust, pool, new_key),
     )
-    one_hop = OneHop(config, tenants, bodies, trust, pool, new_key)
-    return Pipeline(road, one_hop, state, pool, holding, chains, explanations, costs, live)

@@ -210,7 +210,7 @@ async def test_others_are_answered_before_a_body_that_takes_long(serve: Serve) -
     service = await serve(api_keys=[f"acme={KEY}", f"other={OTHER}"])
     path, data = hostile()["parts"]
     attacks = [asyncio.create_task(service.post(path, data, WITH_KEY)) for _ in range(3)]
-    await until(lambda: service.router.pipeline.road.bodies._waiting["acme"] == 3, "they are there")
+    await until(lambda: service.router.pipeline.bodies._waiting["acme"] == 3, "they are there")
     for number in range(10):
         answered = await service.chat(
             [user(f"{number} {TEXT}")], headers={"Authorization": f"Bearer {OTHER}"}
@@ -255,7 +255,7 @@ async def test_large_bodies_of_one_tenant_wait_for_each_other_not_others(serve: 
     service = await serve(api_keys=[f"acme={KEY}", f"other={OTHER}"])
     path, data = hostile()["parts"]
     attacks = [asyncio.create_task(service.post(path, data, WITH_KEY)) for _ in range(4)]
-    await until(lambda: service.router.pipeline.road.bodies._waiting["acme"] == 4, "they are there")
+    await until(lambda: service.router.pipeline.bodies._waiting["acme"] == 4, "they are there")
     refuse(service)
     large = {"messages": [user("word, " * 100_000)]}
     answered = await service.post(CHAT, large, {"Authorization": f"Bearer {OTHER}"})
@@ -310,7 +310,7 @@ async def test_a_worker_that_is_killed_is_replaced(serve: Serve) -> None:
     service = await serve()
     data = json.dumps(big(CHAT, 1)).encode()
     first = await service.post(CHAT, data)
-    process = service.router.pipeline.road.bodies._worker._process
+    process = service.router.pipeline.bodies._worker._process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     await process.wait()
@@ -318,7 +318,7 @@ async def test_a_worker_that_is_killed_is_replaced(serve: Serve) -> None:
     # Killed while it works.
     path, slow = hostile()["parts"]
     asked = asyncio.create_task(service.post(path, slow))
-    worker = service.router.pipeline.road.bodies._worker
+    worker = service.router.pipeline.bodies._worker
     await until(lambda: worker._turn.locked(), "it works")
     assert worker._process is not None
     worker._process.kill()
@@ -363,7 +363,7 @@ async def test_bodies_in_memory_are_limited_in_all_and_for_a_tenant(serve: Serve
     body = {"messages": [user("x" * 60_000)]}
     waiting = asyncio.create_task(service.post(CHAT, body, WITH_KEY))
     await until(
-        lambda: service.prefill.received and service.router.pipeline.road.bodies._in_all > 50_000, "it waits"
+        lambda: service.prefill.received and service.router.pipeline.bodies._in_all > 50_000, "it waits"
     )
     refused = await service.post(CHAT, body, WITH_KEY)
     assert (refused.status, refused.headers["retry-after"]) == (429, "1")
@@ -373,14 +373,14 @@ async def test_bodies_in_memory_are_limited_in_all_and_for_a_tenant(serve: Serve
     answered = await service.post(CHAT, body, {"Authorization": f"Bearer {OTHER}"})
     assert answered.text == expected(body).text
     waiting.cancel()
-    await until(lambda: service.router.pipeline.road.bodies._in_all == 0, "all is given back")
+    await until(lambda: service.router.pipeline.bodies._in_all == 0, "all is given back")
 
 
 async def test_a_long_answer_keeps_no_body(serve: Serve) -> None:
     service = await serve()
     service.decode.fault(chunk_delay_s=0.2)
     request = asyncio.create_task(service.chat([user(TEXT)], stream=True))
-    bodies = service.router.pipeline.road.bodies
+    bodies = service.router.pipeline.bodies
     await until(lambda: bodies._in_all > 0, "it is there")
     await until(lambda: bodies._in_all == 0, "it is given back")
     assert not request.done()

@@ -20,10 +20,10 @@ from carryback_server.errors import ApiError
 from carryback_server.hints import RequestIdentity
 from carryback_server.live import Live, Step
 from carryback_server.metrics import Metrics
-from carryback_server.pipeline.context import Identified, RequestContext
+from carryback_server.pipeline.context import Identified, RequestContext, Shared
 from carryback_server.pipeline.decode import Decoding
 from carryback_server.pipeline.hold import Holding
-from carryback_server.pipeline.hops import make_hops
+from carryback_server.pipeline.hops import carry
 from carryback_server.pipeline.prefill import Prefilled
 from carryback_server.state import Conversation, Location, MemoryState
 from carryback_server.tracing import Trace
@@ -146,14 +146,18 @@ class World:
             max_conversations=100, responses_max_bytes=1000, on_message=lambda message: None
         )
         self.holding = Holding(self.config, self.state, self.metrics, self, clock=lambda: NOW)
-        self.hops = make_hops(
-            self.config, self, self.holding, self.metrics, Costs(), Live(Costs().saved_s), self._key
+        costs = Costs()
+        self.shared = Shared(
+            self.config,
+            self,
+            self.holding,
+            self.metrics,
+            costs,
+            Live(costs.saved_s),
+            lambda: next(self._keys),
         )
         self._keys = (f"k{number}" for number in itertools.count())
         self.freed = 0
-
-    def _key(self) -> str:
-        return next(self._keys)
 
     def of(self, role: Role, beside: Any = None) -> list[Engine]:
         return [each for each in (*self.prefills, *self.decodes) if each.role == role and each.is_up]
@@ -196,7 +200,8 @@ class World:
             return decoding.key, answer
 
         self.context = RequestContext(ENDPOINTS[CHAT], Trace({}), entry := Entry(CHAT), Step(entry))
-        key, got = await self.hops(self.context, asked or await self.asked(), reported.append, on_answer)
+        self.context.asked = asked or await self.asked()
+        key, got = await carry(self.shared, self.context, reported.append, on_answer)
         assert not any(each.in_flight for each in (*self.prefills, *self.decodes))
         return key, reported[0], got
 

@@ -1,19 +1,43 @@
-"""One request on its way."""
+"""One request on its way, and what all of them share."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from carryback_server.access_log import Entry
 from carryback_server.chains import Chain
+from carryback_server.config import RouterConfig
+from carryback_server.costs import Costs
 from carryback_server.endpoints import Endpoint
-from carryback_server.engine_client import Blame, Prompt
+from carryback_server.engine_client import Blame, EngineClient, Engines, Prompt
 from carryback_server.explain import Kept
 from carryback_server.hints import RequestIdentity
-from carryback_server.live import Step
+from carryback_server.live import Live, Step
+from carryback_server.metrics import Metrics
+from carryback_server.pipeline.hold import Holding
+from carryback_server.pipeline.place import TokenEstimate
 from carryback_server.state import Conversation
 from carryback_server.tracing import Trace
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What both hops of all requests work with.
+
+    Attributes:
+        new_key: makes a request's name at an engine, one that nobody can guess.
+    """
+
+    config: RouterConfig
+    engines: Engines
+    holding: Holding
+    metrics: Metrics
+    costs: Costs
+    live: Live
+    new_key: Callable[[], str]
+    estimate: TokenEstimate = field(default_factory=TokenEstimate)
 
 
 @dataclass(frozen=True)
@@ -43,9 +67,11 @@ class Identified:
 
 @dataclass(eq=False)
 class RequestContext:
-    """What is said of one request, to its client and to operators.
+    """One request, and what is said of it to its client and to operators.
 
     Attributes:
+        asked: once it is identified.
+        last: the decode engine where its conversation was last, if it can still have what it had.
         entry: for the log, the metrics and the trace.
         step: what operators see of it.
         headers: what the answer says about it.
@@ -62,6 +88,8 @@ class RequestContext:
     started: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     blame: Blame = field(default_factory=Blame)
     kept: Kept | None = None
+    asked: Identified = field(init=False)
+    last: EngineClient | None = None
 
     @property
     def elapsed_s(self) -> float:

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from carryback_server.answer import Answer
-from carryback_server.config import RouterConfig
 from carryback_server.engine_client import Blame, EngineClient, EngineDown
 from carryback_server.errors import ApiError
-from carryback_server.live import Live
-from carryback_server.metrics import Metrics
-from carryback_server.pipeline.context import Identified, RequestContext
-from carryback_server.pipeline.hold import Holding
-from carryback_server.pipeline.place import Place, TokenEstimate
+from carryback_server.pipeline.context import RequestContext, Shared
+from carryback_server.pipeline.hold import Expected
+from carryback_server.pipeline.place import decode_engine
 from carryback_server.pipeline.prefill import Prefilled, PromptKv
 from carryback_server.tracing import Step
 from carryback_server.upstream import BrokeOff
@@ -163,163 +159,146 @@ def _close(beginning: asyncio.Task[Answer]) -> None:
         beginning.result().reply.close()
 
 
-@dataclass(frozen=True)
-class Decode:
-    """Has decode engines answer requests."""
+@contextmanager
+def early(shared: Shared, context: RequestContext) -> Iterator[Decoding | None]:
+    """Send a request to its decode engine while its prompt is yet to be computed, if both can do that."""
+    prefills, engine = shared.engines.of("prefill"), None
+    if shared.config.admit_early and prefills and not context.asked.alone:
+        engine = _place(shared, context.last)
+    if engine is None or not (engine.takes_go and engine.is_heard):
+        yield None
+        return
+    # Each prefill engine may be tried, one after the other.
+    wait = {"carryback_await": shared.config.prefill_timeout_s * len(prefills)}
+    tokens = shared.estimate.tokens(context.asked.prompt.size)
+    decoding = _admit(shared, context, engine, wait, tokens, is_waiting=True)
+    try:
+        yield decoding
+    finally:
+        decoding.leave()
 
-    config: RouterConfig
-    place: Place
-    holding: Holding
-    estimate: TokenEstimate
-    metrics: Metrics
-    live: Live
-    new_key: Callable[[], str]
 
-    @contextmanager
-    def early(
-        self, context: RequestContext, asked: Identified, last: EngineClient | None
-    ) -> Iterator[Decoding | None]:
-        """Send a request to its decode engine while its prompt is yet to be computed, if both can do that."""
-        decoding = None if asked.alone else self._admit_early(context, asked, last)
+async def decode(
+    shared: Shared,
+    context: RequestContext,
+    prefilled: Prefilled,
+    waiting: Decoding | None,
+    relay: Callable[[Decoding, Answer], Awaitable[AnsweredT]],
+) -> AnsweredT:
+    """Have a request answered, at another engine if one fails; what `relay` makes of the answer.
+
+    Args:
+        waiting: the request where it waits for this, if it does.
+
+    Raises:
+        ApiError: no engine answers.
+    """
+    asked, kv, decoding, last = context.asked, prefilled.kv, waiting, context.last
+    tokens = prefilled.reuse.prompt_tokens or shared.estimate.tokens(asked.prompt.size)
+    # Usage says what the header says, whichever engine ends up with the request and with or without the transfer.
+    bill = {"carryback_cached": prefilled.reuse.tokens + prefilled.reuse.cached}
+    tried: list[EngineClient] = []
+    while True:
+        if decoding is None:
+            engine = _place(shared, last, tried, kv.engine)
+            if engine is None and tried and tried[-1].is_up:
+                engine = tried[-1]
+            if engine is None:
+                raise ApiError(503, "no decode engine is up", code="no_engine")
+            decoding = _admit(shared, context, engine, {**kv.hand_over(), **bill}, tokens)
+        elif not decoding.has_begun:
+            decoding.visit.update(tokens)
+            decoding.go({**kv.hand_over(), **bill})
+        engine = decoding.engine
+        tried.append(engine)
+        context.entry.decode_engine = engine.name
+        shared.live.decoding(context.step, decoding.key)
+        if context.kept is not None:
+            context.kept.key, context.kept.decode_engine = decoding.key, engine.name
+        # One that ended while it waited has not seen the transfer: it is still there to be read.
+        is_unseen = decoding.is_waiting
         try:
-            yield decoding
-        finally:
-            if decoding is not None:
-                decoding.leave()
+            with decoding:
+                answer = await _answer(shared, context, decoding)
+                # Nothing has been sent: once more, and without the transfer, which may be at fault.
+                if answer.has_failed and len(tried) == 1:
+                    message = f"failed before its first token (status {answer.status})"
+                    raise EngineDown(engine, message, is_over=True, said=answer.excerpt)
+                if answer.status >= 400:
+                    kv.take_back()
+                    decoding.visit.pass_over()
+                elif not answer.has_failed:
+                    context.blame.worked(engine)
+                    context.entry.ttft_s = context.elapsed_s
+                    shared.metrics.observe_first_byte(context.entry)
+                    shared.live.changed(context.step)
+                    asked.prompt.drop()
+                return await relay(decoding, answer)
+        except EngineDown as error:
+            logger.warning("decode: %s", error)
+            context.entry.retries += 1
+            shared.metrics.retries.labels("decode", error.why).inc()
+            if not is_unseen:
+                if error.is_over:
+                    kv.take_back()
+                kv = PromptKv()
+            if error.is_timeout:
+                raise ApiError(504, error.reason, code="engine_timeout") from error
+            if len(tried) > 1:
+                raise ApiError(502, error.reason, code="engine_failed") from error
+            last = decoding = None
 
-    async def __call__(
-        self,
-        context: RequestContext,
-        asked: Identified,
-        prefilled: Prefilled,
-        early: Decoding | None,
-        last: EngineClient | None,
-        relay: Callable[[Decoding, Answer], Awaitable[AnsweredT]],
-    ) -> AnsweredT:
-        """What becomes of a request's answer.
 
-        Args:
-            early: the request where it waits for this, if it does.
-            last: where its conversation was last.
-            relay: takes the answer, begun.
+async def _answer(shared: Shared, context: RequestContext, decoding: Decoding) -> Answer:
+    sent_s, config = context.elapsed_s, shared.config
+    try:
+        if context.asked.prompt.is_streamed:
+            return await decoding.answer(config.first_byte_timeout_s)
+        # It has no first byte until all of it is generated.
+        return await decoding.answer(config.answer_timeout_s)
+    finally:
+        context.entry.decode_wait_s += context.elapsed_s - sent_s
 
-        Raises:
-            ApiError: no engine answers.
-        """
-        kv, entry, decoding = prefilled.kv, context.entry, early
-        tokens = prefilled.reuse.prompt_tokens or self.estimate.tokens(asked.prompt.size)
-        # Usage says what the header says, whichever engine ends up with the request and with or without the transfer.
-        bill = {"carryback_cached": prefilled.reuse.tokens + prefilled.reuse.cached}
-        tried: list[EngineClient] = []
-        while True:
-            if decoding is None:
-                engine = self.place.decode(last, tried, kv.engine)
-                if engine is None and tried and tried[-1].is_up:
-                    engine = tried[-1]
-                if engine is None:
-                    raise ApiError(503, "no decode engine is up", code="no_engine")
-                decoding = self._admit(context, asked, engine, {**kv.hand_over(), **bill}, tokens)
-            elif not decoding.has_begun:
-                decoding.visit.update(tokens)
-                decoding.go({**kv.hand_over(), **bill})
-            engine = decoding.engine
-            tried.append(engine)
-            entry.decode_engine = engine.name
-            self.live.decoding(context.step, decoding.key)
-            if context.kept is not None:
-                context.kept.key, context.kept.decode_engine = decoding.key, engine.name
-            # One that ended while it waited has not seen the transfer: it is still there to be read.
-            is_unseen = decoding.is_waiting
-            try:
-                with decoding:
-                    answer = await self._answer(context, asked, decoding)
-                    # Nothing has been sent: once more, and without the transfer, which may be at fault.
-                    if answer.has_failed and len(tried) == 1:
-                        message = f"failed before its first token (status {answer.status})"
-                        raise EngineDown(engine, message, is_over=True, said=answer.excerpt)
-                    if answer.status >= 400:
-                        kv.take_back()
-                        decoding.visit.pass_over()
-                    elif not answer.has_failed:
-                        context.blame.worked(engine)
-                        entry.ttft_s = context.elapsed_s
-                        self.metrics.observe_first_byte(entry)
-                        self.live.changed(context.step)
-                        asked.prompt.drop()
-                    return await relay(decoding, answer)
-            except EngineDown as error:
-                self._failed(context, error, is_last=len(tried) > 1)
-                if not is_unseen:
-                    if error.is_over:
-                        kv.take_back()
-                    kv = PromptKv()
-                last = decoding = None
 
-    def _failed(self, context: RequestContext, error: EngineDown, *, is_last: bool) -> None:
-        """A try has failed.
+def _place(
+    shared: Shared,
+    last: EngineClient | None,
+    but: Collection[EngineClient] = (),
+    beside: EngineClient | None = None,
+) -> EngineClient | None:
+    return decode_engine(
+        shared.engines.of("decode", beside),
+        last,
+        overload_factor=shared.config.overload_factor,
+        slack_tokens=shared.config.overload_slack_tokens,
+        but=but,
+    )
 
-        Raises:
-            ApiError: it was the last one.
-        """
-        logger.warning("decode: %s", error)
-        context.entry.retries += 1
-        self.metrics.retries.labels("decode", error.why).inc()
-        if error.is_timeout:
-            raise ApiError(504, error.reason, code="engine_timeout") from error
-        if is_last:
-            raise ApiError(502, error.reason, code="engine_failed") from error
 
-    async def _answer(self, context: RequestContext, asked: Identified, decoding: Decoding) -> Answer:
-        sent_s = context.elapsed_s
-        try:
-            # What is not streamed has no first byte until all of it is generated.
-            config, is_streamed = self.config, asked.prompt.is_streamed
-            return await decoding.answer(
-                config.first_byte_timeout_s if is_streamed else config.answer_timeout_s
-            )
-        finally:
-            context.entry.decode_wait_s += context.elapsed_s - sent_s
-
-    def _admit_early(
-        self, context: RequestContext, asked: Identified, last: EngineClient | None
-    ) -> Decoding | None:
-        prefills = self.place.engines.of("prefill")
-        if not self.config.admit_early or not prefills:
-            return None
-        engine = self.place.decode(last)
-        if engine is None or not (engine.takes_go and engine.is_heard):
-            return None
-        # Each prefill engine may be tried, one after the other.
-        wait = {"carryback_await": self.config.prefill_timeout_s * len(prefills)}
-        tokens = self.estimate.tokens(asked.prompt.size)
-        return self._admit(context, asked, engine, wait, tokens, is_waiting=True)
-
-    def _admit(
-        self,
-        context: RequestContext,
-        asked: Identified,
-        engine: EngineClient,
-        params: Mapping[str, Any],
-        tokens: int,
-        *,
-        is_waiting: bool = False,
-    ) -> Decoding:
-        key = self.new_key()
-        if asked.leaves and engine.is_heard:
-            self.holding.expect(
-                engine, key, asked.conversation, context.trace, came=asked.came, is_first=asked.identity.is_guess
-            )  # fmt: skip
-        step = context.trace.step("decode")
-        step.engine(engine.name, engine.url)
-        hold_s = asked.hold_s if engine.is_heard else 0
-        params = {**params, "carryback_key": key, "hold_s": hold_s}
-        return Decoding(
-            engine,
-            key,
-            step,
-            engine.decode(asked.prompt, params, key=key, headers=step.headers()),
-            tokens=tokens,
-            blame=context.blame,
-            is_waiting=is_waiting,
-            over=lambda has_run: self.holding.over(key, has_run),
-        )
+def _admit(
+    shared: Shared,
+    context: RequestContext,
+    engine: EngineClient,
+    params: Mapping[str, Any],
+    tokens: int,
+    *,
+    is_waiting: bool = False,
+) -> Decoding:
+    asked, key, hold_s = context.asked, shared.new_key(), 0.0
+    if asked.leaves and engine.is_heard:
+        hold_s = asked.hold_s
+        expected = Expected(engine, asked.conversation, asked.came, context.trace, asked.identity.is_guess)
+        shared.holding.expect(key, expected)
+    step = context.trace.step("decode")
+    step.engine(engine.name, engine.url)
+    params = {**params, "carryback_key": key, "hold_s": hold_s}
+    return Decoding(
+        engine,
+        key,
+        step,
+        engine.decode(asked.prompt, params, key=key, headers=step.headers()),
+        tokens=tokens,
+        blame=context.blame,
+        is_waiting=is_waiting,
+        over=lambda has_run: shared.holding.over(key, has_run),
+    )

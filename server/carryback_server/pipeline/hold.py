@@ -30,7 +30,7 @@ _POLL_S = 0.01
 
 
 @dataclass(eq=False, slots=True)
-class _Decode:
+class Expected:
     """A decode whose engine is going to say what it has of it.
 
     Attributes:
@@ -70,24 +70,15 @@ class Holding:
         self._state = state
         self._metrics = metrics
         self._engines = engines
-        self._decodes: dict[str, _Decode] = {}
+        self._decodes: dict[str, Expected] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self.pins = Pins(config.pin_budget, metrics)
 
     # -- decode
 
-    def expect(
-        self,
-        engine: EngineClient,
-        key: str,
-        conversation: Conversation,
-        trace: Trace,
-        *,
-        came: float,
-        is_first: bool,
-    ) -> None:
-        """A decode begins."""
-        self._decodes[key] = _Decode(engine, conversation, came, trace, is_first)
+    def expect(self, key: str, decode: Expected) -> None:
+        """A decode begins under a key."""
+        self._decodes[key] = decode
 
     def ended(self, key: str, boundary: Boundary) -> None:
         """An answer has come to its end: where that leaves its turn."""
@@ -115,7 +106,7 @@ class Holding:
             pin.engine.release(key)
         self._over(key, decode)
 
-    def _over(self, key: str, decode: _Decode) -> None:
+    def _over(self, key: str, decode: Expected) -> None:
         if decode.is_heard:
             del self._decodes[key]
             return
@@ -164,7 +155,7 @@ class Holding:
             del self._decodes[event.key]
             self.pins.enforce(engine)
 
-    async def _note(self, decode: _Decode, location: Location, blocks: int) -> None:
+    async def _note(self, decode: Expected, location: Location, blocks: int) -> None:
         with decode.trace.step("hold") as step:
             step.set(tokens=location.tokens, blocks=blocks)
             try:
@@ -174,7 +165,7 @@ class Holding:
             else:
                 self._metrics.locations_noted.inc()
 
-    def _retention(self, decode: _Decode) -> tuple[Rank, float]:
+    def _retention(self, decode: Expected) -> tuple[Rank, float]:
         """How likely the conversation is to come back, and how long it is waited for, in seconds."""
         config = self._config
         if decode.ending in ("", "mid_turn", "unfinished"):

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from carryback_server.config import RouterConfig
 from carryback_server.engine_client import EngineClient, Engines
 from carryback_server.state import Location
 
@@ -70,45 +68,13 @@ def decode_engine(
     return holder
 
 
-@dataclass(frozen=True)
-class Place:
-    """Places requests."""
-
-    engines: Engines
-    config: RouterConfig
-
-    def last(self, location: Location | None) -> EngineClient | None:
-        """The decode engine where a conversation was last, if it can still have what it had."""
-        engine = self.engines.find(location.engine) if location is not None else None
-        # A router that has just started has not heard the engine yet.
-        if location is None or engine is None or not engine.is_up or engine.run not in (location.run, ""):
-            return None
-        return engine
-
-    def decode(
-        self,
-        last: EngineClient | None,
-        but: Collection[EngineClient] = (),
-        beside: EngineClient | None = None,
-    ) -> EngineClient | None:
-        """A decode engine; None if there is none.
-
-        Args:
-            last: where the conversation was last.
-            but: engines to leave out.
-            beside: the prefill engine whose KV it is to read, if there is one.
-        """
-        return decode_engine(
-            self.engines.of("decode", beside),
-            last,
-            overload_factor=self.config.overload_factor,
-            slack_tokens=self.config.overload_slack_tokens,
-            but=but,
-        )
-
-    def prefill(self, beside: EngineClient | None, but: Collection[EngineClient] = ()) -> EngineClient | None:
-        """A prefill engine; None if there is none. `beside`: the decode engine that will read from it."""
-        return less_loaded(self.engines.of("prefill", beside), but=but)
+def last_engine(engines: Engines, location: Location | None) -> EngineClient | None:
+    """The decode engine where a conversation was last, if it can still have what it had."""
+    engine = engines.find(location.engine) if location is not None else None
+    # A router that has just started has not heard the engine yet.
+    if location is None or engine is None or not engine.is_up or engine.run not in (location.run, ""):
+        return None
+    return engine
 
 
 # What text is between: one byte for each token, and long words of a plain language.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -12,13 +12,10 @@ from typing import Any, Self
 import msgspec
 from carryback.wire import Report, Reuse, Work
 
-from carryback_server.config import RouterConfig
-from carryback_server.costs import Costs
-from carryback_server.engine_client import EngineClient, EngineDown, Engines, Refused
-from carryback_server.metrics import Metrics
-from carryback_server.pipeline.ask import Ask
-from carryback_server.pipeline.context import Identified, RequestContext
-from carryback_server.pipeline.place import Place, TokenEstimate
+from carryback_server.engine_client import EngineClient, EngineDown, Refused
+from carryback_server.pipeline.ask import question
+from carryback_server.pipeline.context import RequestContext, Shared
+from carryback_server.pipeline.place import less_loaded
 
 logger = logging.getLogger("carryback")
 
@@ -68,153 +65,134 @@ class Prefilled:
 
     Attributes:
         kv: of the prompt; none, if a decode engine has to compute it itself.
-        work: how long it took, as the engine says.
         holder: the decode engine that had most of it.
     """
 
     reuse: Reuse
     kv: PromptKv = field(default_factory=PromptKv)
-    work: Work | None = None
     holder: EngineClient | None = None
 
 
-@dataclass(frozen=True)
-class Prefill:
-    """Has prefill engines compute prompts."""
+@asynccontextmanager
+async def prefill(
+    shared: Shared, context: RequestContext, beside: EngineClient | None
+) -> AsyncIterator[Prefilled]:
+    """Have a prompt prefilled, at another engine if one fails. At the end nothing is left at any.
 
-    config: RouterConfig
-    engines: Engines
-    place: Place
-    ask: Ask
-    estimate: TokenEstimate
-    costs: Costs
-    metrics: Metrics
-    new_key: Callable[[], str]
+    Args:
+        beside: the decode engine that will read the prompt's KV, if that is known.
 
-    @asynccontextmanager
-    async def __call__(
-        self,
-        context: RequestContext,
-        asked: Identified,
-        last: EngineClient | None,
-        beside: EngineClient | None,
-    ) -> AsyncIterator[Prefilled]:
-        """Prefill a prompt, at another engine if one fails. At the end nothing is left at any.
-
-        Args:
-            last: the decode engine where the conversation was last.
-            beside: the one that will read the prompt's KV, if that is known.
-
-        Raises:
-            Refused: an engine refused the request.
-        """
-        tried: list[EngineClient] = []
-        while not asked.alone:
-            with context.trace.step("place") as step:
-                engine = self.place.prefill(beside, tried)
-                if engine is None:
-                    break
-                step.engine(engine.name, engine.url)
-            tried.append(engine)
-            with PromptKv(engine, self.new_key()) as kv:
-                try:
-                    prefilled = await self._at(engine, kv, context, asked, last, beside)
-                except Refused:
-                    if not asked.prompt.changes_tools:
-                        raise
-                    # Without a tool parser, an engine takes no free choice of tools. The decode engine knows.
-                    prefilled = Prefilled(Reuse("miss", 0, "prefill_refused"))
-                except EngineDown as error:
-                    self._failed(context, error)
-                    continue
-                yield prefilled
-                return
-        # A decode engine does the whole request.
-        reason = asked.alone or ("prefill_failed" if tried else "prefill_unavailable")
-        yield Prefilled(Reuse("miss", 0, reason))
-
-    async def _at(
-        self,
-        engine: EngineClient,
-        kv: PromptKv,
-        context: RequestContext,
-        asked: Identified,
-        last: EngineClient | None,
-        beside: EngineClient | None,
-    ) -> Prefilled:
-        """Prefill a prompt at one engine.
-
-        Raises:
-            EngineDown: it failed.
-            Refused: it refused the request.
-        """
-        prompt, entry, location = asked.prompt, context.entry, asked.conversation.location
-        question = self.ask(engine, location, last, beside) if asked.use else {"carryback_ask": []}
-        params = {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "carryback_key": kv.key,
-            "carryback_tell": engine.is_heard,
-            "hold_s": self.config.prefill_lease_s,
-            **question,
-        }
-        expected = location.tokens if asked.use and last is not None and location is not None else 0
-        tokens = max(self.estimate.tokens(prompt.size) - expected, 1)
-        entry.prefill_engine = engine.name
-        sent_s = context.elapsed_s
-        with context.trace.step("prefill") as step, engine.busy(tokens, context.blame):
+    Raises:
+        Refused: an engine refused the request.
+    """
+    asked, tried = context.asked, list[EngineClient]()
+    while not asked.alone:
+        with context.trace.step("place") as step:
+            engine = less_loaded(shared.engines.of("prefill", beside), but=tried)
+            if engine is None:
+                break
             step.engine(engine.name, engine.url)
+        tried.append(engine)
+        with PromptKv(engine, shared.new_key()) as kv:
             try:
-                given = await engine.prefill(
-                    prompt,
-                    params,
-                    key=kv.key,
-                    headers=step.headers(),
-                    timeout_s=self.config.prefill_timeout_s,
-                )
+                prefilled = await _prefill_at(engine, kv, shared, context, beside)
+            except Refused:
+                if not asked.prompt.changes_tools:
+                    raise
+                # Without a tool parser, an engine takes no free choice of tools. The decode engine knows.
+                prefilled = Prefilled(Reuse("miss", 0, "prefill_refused"))
             except EngineDown as error:
-                step.event("retry", reason=error.why)
-                raise
-            finally:
-                entry.prefill_s += context.elapsed_s - sent_s
-        context.blame.worked(engine)
-        report, work = _reported(given)
-        if report is None:
-            logger.error(
-                "prefill engine %s runs without carryback's plug-in, or with one of a release that this router cannot "
-                "read: nothing is transferred",
-                engine.name,
-            )
-            return Prefilled(Reuse("miss", 0, "no_plugin"))
-        reason = report.reason
-        if asked.use:
-            self.metrics.observe_question(len(question["carryback_ask"]), report)
-            reason = _reason(reason, is_lost=location is not None and last is None)
-        reuse = replace(report, reason=reason)
-        self.estimate.learn(prompt.size, reuse.prompt_tokens)
-        if given.get("remote_block_ids"):
-            kv.params = given
-        holder = self.engines.of_run(report.holder) if report.holder else None
-        prefilled = Prefilled(reuse, kv, work, holder)
-        self._learn(context, engine, prefilled)
-        return prefilled
-
-    def _learn(self, context: RequestContext, engine: EngineClient, prefilled: Prefilled) -> None:
-        reuse, work = prefilled.reuse, prefilled.work
-        if work is None:
+                logger.warning("prefill: %s", error)
+                shared.metrics.retries.labels("prefill", error.why).inc()
+                context.entry.retries += 1
+                continue
+            yield prefilled
             return
-        context.entry.compute_s = work.compute_s
-        if reuse.tokens:
-            context.entry.read_s = work.read_s
-        holder = prefilled.holder.name if prefilled.holder is not None and reuse.tokens else None
-        self.costs.learn(engine.name, holder, reuse, work)
-        if holder is not None:
-            self.metrics.break_even(engine.name, holder, self.costs.break_even(engine.name, holder))
+    # A decode engine does the whole request.
+    reason = asked.alone or ("prefill_failed" if tried else "prefill_unavailable")
+    yield Prefilled(Reuse("miss", 0, reason))
 
-    def _failed(self, context: RequestContext, error: EngineDown) -> None:
-        logger.warning("prefill: %s", error)
-        self.metrics.retries.labels("prefill", error.why).inc()
-        context.entry.retries += 1
+
+async def _prefill_at(
+    engine: EngineClient,
+    kv: PromptKv,
+    shared: Shared,
+    context: RequestContext,
+    beside: EngineClient | None,
+) -> Prefilled:
+    """Have a prompt prefilled at one engine.
+
+    Raises:
+        EngineDown: it failed.
+        Refused: it refused the request.
+    """
+    asked, entry, config = context.asked, context.entry, shared.config
+    params = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "carryback_key": kv.key,
+        "carryback_tell": engine.is_heard,
+        "hold_s": config.prefill_lease_s,
+        **question(shared, context, engine, beside),
+    }
+    location = asked.conversation.location
+    expected = location.tokens if context.last is not None and location is not None else 0
+    tokens = max(shared.estimate.tokens(asked.prompt.size) - expected, 1)
+    entry.prefill_engine = engine.name
+    sent_s = context.elapsed_s
+    with context.trace.step("prefill") as step, engine.busy(tokens, context.blame):
+        step.engine(engine.name, engine.url)
+        try:
+            given = await engine.prefill(
+                asked.prompt, params, key=kv.key, headers=step.headers(), timeout_s=config.prefill_timeout_s
+            )
+        except EngineDown as error:
+            step.event("retry", reason=error.why)
+            raise
+        finally:
+            entry.prefill_s += context.elapsed_s - sent_s
+    context.blame.worked(engine)
+    report, work = _reported(given)
+    if report is None:
+        logger.error(
+            "prefill engine %s runs without carryback's plug-in, or with one of a release that this router cannot "
+            "read: nothing is transferred",
+            engine.name,
+        )
+        return Prefilled(Reuse("miss", 0, "no_plugin"))
+    if given.get("remote_block_ids"):
+        kv.params = given
+    reason = report.reason
+    if asked.use:
+        shared.metrics.observe_question(len(params["carryback_ask"]), report)
+        reason = _reason(reason, is_lost=location is not None and context.last is None)
+    reuse = replace(report, reason=reason)
+    shared.estimate.learn(asked.prompt.size, reuse.prompt_tokens)
+    holder = shared.engines.of_run(report.holder) if report.holder else None
+    if work is not None:
+        _learn(shared, context, engine, holder if reuse.tokens else None, reuse, work)
+    return Prefilled(reuse, kv, holder)
+
+
+def _learn(
+    shared: Shared,
+    context: RequestContext,
+    engine: EngineClient,
+    holder: EngineClient | None,
+    reuse: Reuse,
+    work: Work,
+) -> None:
+    """Learn from how long an engine took.
+
+    Args:
+        holder: from which it read, if it did.
+    """
+    context.entry.compute_s = work.compute_s
+    context.entry.read_s = work.read_s if reuse.tokens else 0.0
+    shared.costs.learn(engine.name, holder.name if holder is not None else None, reuse, work)
+    if holder is not None:
+        break_even = shared.costs.break_even(engine.name, holder.name)
+        shared.metrics.break_even(engine.name, holder.name, break_even)
 
 
 def _reported(given: dict[str, Any]) -> tuple[Report | None, Work | None]:
