@@ -439,7 +439,7 @@ async def going_on(live: Live, running: list[Step]) -> AsyncIterator[None]:
 async def test_500_conversations_are_live(cluster: Cluster, page: Page) -> None:
     await cluster.pair()
     router = await cluster.router()
-    live = router.pipeline.live
+    live = router.pipeline.shared.live
     async with going_on(live, many(live, 500)):
         await look(page, router)
         await expect(page.locator("#count")).to_have_text("500")

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from carryback_server.pipeline import hold
 from service import TEXT, Serve, Service, request_to, said, until, user
 from stub_engine import expected_text
 from stub_engine.prompts import CHAT
@@ -61,8 +62,11 @@ async def test_a_prefill_engine_that_refuses_leaves_nothing_waiting(serve: Serve
     await service.finish()
 
 
-async def test_a_router_that_stops_does_not_wait_for_what_never_went_on(serve: Serve) -> None:
-    service = await serve(held_event_wait_s=600)
+async def test_a_router_that_stops_does_not_wait_for_what_never_went_on(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hold, "EVENT_WAIT_S", 600)
+    service = await serve()
     service.prefill.fault(hop="prefill", status=422, status_delay_s=LATE_S)
     asked = asyncio.create_task(service.chat(FIRST, "c"))
     await until(lambda: service.decode.running, "the decode engine has it")
