@@ -151,8 +151,8 @@ class Cluster:
         """End all routers; then the engines must have seen nothing wrong."""
         for router in self.routers:
             await router.stop()
-        for engine in self.engines:
-            assert engine.violations == []
+        violations = [each for engine in self.engines for each in engine.violations]
+        assert violations == [], violations
 
     # -- clients
 
@@ -194,14 +194,14 @@ class Cluster:
         return answer.json if answer.status == 200 else None
 
     async def held(self, chat: Chat) -> Any:
-        """What is held for a chat, once its engine has said so; as operators see it."""
+        """Where a chat's KV is, once its engine has said so; as operators see it."""
         async with asyncio.timeout(30):
             while True:
                 view = await self.conversation(chat.router, chat.id or "", key=chat.key)
-                if view["held"] is not None:
+                if view["location"] is not None and view["location"]["tokens"]:
                     everyone = (await self.admin(chat.router, "GET", "/admin/conversations")).json["data"]
                     mine = (view["tenant"], view["id"])
-                    return next(each for each in everyone if (each["tenant"], each["id"]) == mine)["held"]
+                    return next(each for each in everyone if (each["tenant"], each["id"]) == mine)["location"]
                 await asyncio.sleep(0.01)
 
     async def metric(self, router: Router | str, name: str, **labels: str) -> float:

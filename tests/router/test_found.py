@@ -13,14 +13,12 @@ from typing import Any, Self
 
 import pytest
 from carryback import wire
-from carryback_server.app import Router
 from cluster import TOOLS, Cluster, message_of
 from service import TEXT, Answer, said, until, user
 from stub_engine import Settings, StubEngine, expected
 from stub_engine.prompts import BLOCK_SIZE, CHAT, COMPLETIONS, RESPONSES, prompts_of
 
 SYSTEM = {"role": "system", "content": "You write programs, and read them before you change them. " * 12}
-ONE_BLOCK = {"kv_recompute_threshold": 0}
 
 
 def shared_blocks(one: list[int], other: list[int]) -> int:
@@ -36,12 +34,18 @@ class Row:
         read, could: in tokens, of each request in the order in which they ended.
     """
 
-    def __init__(self, cluster: Cluster, router: Router) -> None:
+    def __init__(self, cluster: Cluster, settings: Mapping[str, Any]) -> None:
         self.cluster = cluster
-        self.router = router
+        self.settings = settings
         self.read: list[int] = []
         self.could: list[int] = []
         self._computed: list[list[int]] = []
+
+    async def start(self) -> None:
+        """A router that knows nothing, from now on."""
+        self.router = await self.cluster.router(**self.settings)
+        for engine in self.cluster.engines:
+            await self.cluster.hears(self.router, engine)
 
     async def ask(
         self, body: dict[str, Any], id: str | None = "mine", path: str = CHAT, headers: Mapping[str, str] = {}
@@ -292,9 +296,7 @@ async def a_new_router(row: Row) -> None:
     talk = row.talk()
     for turn in range(3):
         await talk.say(f"{turn}. {TEXT}")
-        row.router = await row.cluster.router(**ONE_BLOCK)
-        for engine in row.cluster.engines:
-            await row.cluster.hears(row.router, engine)
+        await row.start()
 
 
 ROWS: list[Callable[[Row], Awaitable[None]]] = [
@@ -313,13 +315,12 @@ async def test_all_that_is_there_is_read(
 ) -> None:
     if what is more_than_may_be_pinned and not settings:
         settings = {"pin_budget": 0.005}
+    patient = Settings(max_leased=1, max_leased_by_all=1, ask_timeout_s=30)
     for role, count in (("prefill", 2), ("decode", decodes)):
         for _ in range(count):
-            await cluster.engine(role, settings=Settings(max_leased=1, max_leased_by_all=1))  # type: ignore[arg-type]
-    router = await cluster.router(**ONE_BLOCK, **settings)
-    for engine in cluster.engines:
-        await cluster.hears(router, engine)
-    row = Row(cluster, router)
+            await cluster.engine(role, settings=patient)  # type: ignore[arg-type]
+    row = Row(cluster, {"kv_recompute_threshold": 0, **settings})
+    await row.start()
     await what(row)
     print(f"| {(what.__doc__ or '').strip()} | {decodes} | {sum(row.read)} / {sum(row.could)} |")
     assert sum(row.could) > 0

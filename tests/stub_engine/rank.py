@@ -383,7 +383,7 @@ class Rank:
     def _leave(self, job: Job) -> None:
         job.is_over = True
         self.running.discard(job.name)
-        if self._peers is not None:
+        if self._peers is not None and not self._is_stopped:
             self._peers.end(job.name)
 
     def _fill(self, job: Job, kv: list[bytes], hashes: list[bytes]) -> None:
