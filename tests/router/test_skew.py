@@ -293,13 +293,12 @@ async def test_routers_whose_state_differs_share_a_redis(
     for router in (old, new):
         await cluster.hears(router, decode)
     chat = cluster.chat(old)
-    # Each knows what it has served itself; of that, what is still the conversation's history is read.
+    # Each knows what it has served itself, and reads what the other's requests have left as well.
     for turn in range(6):
         reuse = (await chat.say(via=(old, new)[turn % 2])).reuse
-        assert (reuse.outcome, reuse.reason) == (("miss", "new") if turn < 2 else ("hit", "verified"))
-    assert len(set(prefill.offered)) == len(prefill.offered) == 4
-    # The old one ends; what it left is let go of in its time, or as soon as it is deleted there.
+        assert (reuse.outcome, reuse.reason) == (("hit", "verified") if turn else ("miss", "new"))
     for router in (old, new):
+        assert (await cluster.conversation(router))["requests"] == 3
         assert (await cluster.delete(router, "/v1/conversations/chat-1")).status == 200
     await gone(prefill, decode)
 
@@ -312,29 +311,35 @@ async def test_what_a_router_of_a_later_release_added_is_left_aside(
     await cluster.hears(router, decode)
     chat = cluster.chat(router)
     await chat.say()
-    await cluster.held(chat)
-    for kind, name in (("conversation", "meta"), ("record", "head")):
-        (key,) = redis.client.scan_iter(f"{shared['state_prefix']}:*:{kind}")
+
+    async def is_located() -> bool:
+        return (await cluster.conversation(router))["location"] is not None
+
+    await eventually(is_located)
+    (key,) = redis.client.scan_iter(f"{shared['state_prefix']}:*:conversation")
+    for name in ("meta", "location"):
         values = msgspec.msgpack.decode(redis.client.hget(key, name))
         redis.client.hset(key, name, msgspec.msgpack.encode([*values, {"later": 1}]))
-        redis.client.hset(key, "later", "1")
+    redis.client.hset(key, "later", "1")
     assert (await chat.say()).reuse.outcome == "hit"
+    assert (await cluster.conversation(router))["requests"] == 2
     await cluster.delete(router, "/v1/conversations/chat-1")
     await gone(prefill, decode)
 
 
 async def test_a_router_goes_on_with_what_0_1_left_in_redis(cluster: Cluster, redis: RedisServer) -> None:
     left = RECORDED["redis"]
-    for kind in ("conversation", "record"):
-        fields = {name: base64.b64decode(value) for name, value in left[kind].items()}
-        redis.client.hset(left["keys"][kind], mapping=fields)
+    fields = {name: base64.b64decode(value) for name, value in left["conversation"].items()}
+    redis.client.hset(left["keys"]["conversation"], mapping=fields)
     await cluster.pair()
     router = await cluster.router(state=redis.url, state_prefix=left["prefix"], state_timeout_s=5.0)
     says = left["says"]
     known = await cluster.conversation(router, says["id"])
     assert (known["id"], known["requests"], known["turn"]) == (says["id"], 1, says["turn"])
-    # That server is another one, and so are the engines: nothing of it may be read.
+    assert known["location"]["tokens"] == says["tokens"]
+    # Those engines are others, and what the conversation had there is not what this one begins with.
     chat = cluster.chat(router, says["id"])
-    assert (await chat.say()).reuse.reason in ("state_lost", "engine_lost", "expired")
+    first = (await chat.say()).reuse
+    assert (first.outcome, first.reason) == ("miss", "history_changed")
     assert (await cluster.conversation(router, says["id"]))["requests"] == 2
     assert (await chat.say()).reuse.outcome == "hit"

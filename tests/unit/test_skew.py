@@ -2,8 +2,9 @@
 
 `tests/recorded/0.1.json` has what release 0.1 wrote, its engines real ones. It is never changed: installations
 are upgraded one process at a time, so what is in it goes on being read, or the version that stands in front of
-it (of events, of seals, of the state) is counted up, and docs/upgrades.md says what that costs. (Its records were
-sealed again, with the tests' key, when seals became version 2: before the release.)
+it (of events, of seals, of the state) is counted up, and docs/upgrades.md says what that costs. (Before the
+release its records were sealed again, with the tests' key, when seals became version 2, and what it leaves in Redis
+was recorded again when that became version 2. `redis-1.json` has the layout before.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 import pytest
 from carryback import wire
 from carryback.wire import events
-from carryback_server import chains, redis_state
+from carryback_server import chains, redis_state, state
 from carryback_vllm import seal
 from carryback_vllm.seal import Sealer
 from carryback_vllm.version import SUPPORTED
@@ -245,59 +246,43 @@ class Meta(msgspec.Struct, array_like=True):
     tenant: str
     id: str
     parent: str | None
-    created: float
     turn: str
     step: int
     boundary: Literal["", "mid_turn", "turn_end", "unfinished"]
     reuse: str
 
 
-class Record(msgspec.Struct):
+class Location(msgspec.Struct, array_like=True):
     engine: str
     run: str
     key: str
-    request: str
     tokens: int
-    blocks: int
-    deadline: float
-    params: bytes = b""
-    digests: bytes = b""
-
-
-class Stored(msgspec.Struct, array_like=True):
-    record: Record
-    expires: float
+    until: float
+    turn: str
+    tip: bytes
+    at: float
 
 
 def test_what_0_1_left_in_redis_is_read_by_routers_of_today() -> None:
     left = {name: raw(value) for name, value in RECORDED["redis"]["conversation"].items()}
-    reply = [left[name] for name in ("meta", "uid", "seen", "requests", "why")]
+    reply = [left[name] for name in redis_state._FIELDS]
     says = RECORDED["redis"]["says"]
     conversation = redis_state._conversation("default", says["id"], reply)
     assert (conversation.tenant, conversation.id, conversation.requests) == ("default", says["id"], 1)
-    left = {name: raw(value) for name, value in RECORDED["redis"]["record"].items()}
-    why, stored = redis_state._taken([b"in_use", left["head"], left["params"], left["digests"]])
-    assert (why, stored.record.tokens, stored.record.engine) == ("in_use", says["tokens"], says["engine"])
-    assert Sealer(KEY).is_authentic(
-        {**json.loads(stored.record.params), **_with_digests(stored.record.params, stored.record.digests)}
-    )
-
-
-def _with_digests(params: bytes, digests: bytes) -> dict[str, Any]:
-    sealed = json.loads(params)["carryback"]
-    return {"carryback": {**sealed, "digests": base64.b64encode(digests).decode()}}
+    location = conversation.location
+    assert location is not None
+    assert (location.tokens, location.engine, location.turn) == (says["tokens"], says["engine"], says["turn"])
+    assert (location.tip, location.at) == (bytes(range(16)), conversation.created)
 
 
 def test_what_routers_of_today_leave_in_redis_is_read_by_0_1() -> None:
     assert RECORDED["redis"]["version"] == redis_state.VERSION
-    meta = redis_state._Meta("t", "c", None, 1.5, "3", 2, "mid_turn", "hit")
+    meta = redis_state._Meta("t", "c", None, "3", 2, "mid_turn", "hit")
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(meta), type=Meta)
-    assert read == Meta("t", "c", None, 1.5, "3", 2, "mid_turn", "hit")
-    record = redis_state.Record("decode", "run", "key", "request", 64, 2, 9.5)
-    stored = msgspec.msgpack.encode(redis_state._Stored(record, 8.5))
-    assert msgspec.msgpack.decode(stored, type=Stored) == Stored(
-        Record("decode", "run", "key", "request", 64, 2, 9.5), 8.5
-    )
+    assert read == Meta("t", "c", None, "3", 2, "mid_turn", "hit")
+    location = state.Location("decode", "run", "key", 64, 9.5, "3", b"tip", 8.5)
+    found = msgspec.msgpack.decode(msgspec.msgpack.encode(location), type=Location)
+    assert found == Location("decode", "run", "key", 64, 9.5, "3", b"tip", 8.5)
 
 
 def test_a_response_that_0_1_stored_can_be_continued() -> None:
