@@ -200,9 +200,10 @@ class Peers:
         return peer is not None and now < peer.left_out_until
 
     def _was_silent(self, address: str, now: float) -> None:
-        if (peer := self._peers.get(address)) is not None:
-            peer.left_out_until = now + min(LEFT_OUT_S * 2**peer.silent, MAX_LEFT_OUT_S)
+        # (Of the many prompts that wait at the same time, one counts.)
+        if (peer := self._peers.get(address)) is not None and now >= peer.left_out_until:
             peer.silent += 1
+            peer.left_out_until = now + min(LEFT_OUT_S * 2 ** min(peer.silent - 1, 16), MAX_LEFT_OUT_S)
 
     # -- the thread
 
