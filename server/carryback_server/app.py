@@ -467,7 +467,8 @@ class Router:
             ApiError: 404; 502, the engine was not told.
         """
         name = request.match_info["name"]
-        told = [self.pipeline.shared.holding.forget(each) for each in self._named(request)]
+        holding = self.pipeline.shared.holding
+        told = await asyncio.gather(*(holding.forget(each) for each in self._named(request)))
         if not all(is_told for _, is_told in told):
             raise ApiError(
                 502,

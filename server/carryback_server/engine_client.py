@@ -167,8 +167,8 @@ class EngineClient(Protocol):
     def release(self, *keys: str) -> None:
         """Have the engine let go of what it holds for the requests of these keys; it may have done so already."""
 
-    def forget(self) -> bool:
-        """Have the engine void all that it has made until now; whether it could be told."""
+    async def forget(self) -> bool:
+        """Have the engine void all that it has made until now; whether it was told, as far as can be seen."""
 
     def busy(self, tokens: int, blame: Blame | None = None) -> Visit:
         """Count a request as being at the engine while in the context that this returns.

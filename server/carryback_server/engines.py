@@ -30,6 +30,8 @@ logger = logging.getLogger("carryback")
 
 PROBES_FAILED = 3
 HELLO_LOST_S = 5.0
+# An engine says something at least this often.
+HELLO_INTERVAL_S = 0.5
 
 
 class _Model(msgspec.Struct):
@@ -388,9 +390,18 @@ class Engine:
         if self._command(events.Release(list(keys))):
             self._metrics.releases.labels(self.role).inc(len(keys))
 
-    def forget(self) -> bool:
+    async def forget(self) -> bool:
         """See `EngineClient.forget`."""
-        return self._command(events.Forget())
+        told = time.monotonic()
+        if not self._command(events.Forget()):
+            return False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HELLO_LOST_S):
+                # What arrives at once may have been on its way before.
+                while self._last_event < told + HELLO_INTERVAL_S:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+                return True
+        return False
 
     def _command(self, command: events.Command) -> bool:
         """Tell the engine something over the link of its events; whether there is one."""

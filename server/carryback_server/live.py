@@ -87,6 +87,7 @@ class View(msgspec.Struct, omit_defaults=True):
     reused: int = 0
     cached: int = 0
     recomputed: int = 0
+    found: int = 0
     generated: int = 0
     ttft_s: float = 0
     prefill_s: float = 0
@@ -223,6 +224,7 @@ class Live:
         if (reuse := entry.reuse) is not None:
             view.outcome, view.reason = reuse.outcome, reuse.reason
             view.reused, view.cached, view.recomputed = reuse.tokens, reuse.cached, reuse.recomputed
+            view.found = reuse.found
             if reuse.tokens and step.holder:
                 saved_s = self._saved_s(entry.prefill_engine, step.holder, reuse.tokens)
                 view.saved_s = round(saved_s, 6) if saved_s is not None else None

@@ -195,20 +195,12 @@ async def test_another_key_of_the_events(log: Path) -> None:
         }
 
 
-async def test_what_is_held_expires_before_it_can_be_read(serve: Serve, log: Path) -> None:
-    service = await serve(hold_s=4.0, hold_mid_turn_s=4.0)
+async def test_without_pins_there_is_reuse_and_a_warning(serve: Serve, log: Path) -> None:
+    service = await serve(pin_budget=0)
     found = await findings(service, log)
-    assert failed(found) == {"hold", "reuse"}
-    hold = one(found, "hold")
-    assert "expire" in hold.found
-    assert "hold_s" in hold.fix
-
-
-async def test_an_engine_that_holds_for_too_short(serve: Serve, log: Path) -> None:
-    service = await serve(engine={"settings": Settings(ttl_s=5.0)})
-    found = await findings(service, log)
-    assert failed(found) == set()  # a router says how long
-    assert "decoder_kv_blocks_ttl" in one(found, "hold", "WARN").fix
+    assert failed(found) == set()
+    assert "pin_budget" in one(found, "hold", "WARN").fix
+    assert one(found, "reuse", "ok")
 
 
 async def test_a_clock_that_is_wrong(serve: Serve, log: Path) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from carryback_server.cli import app
 from cluster import Cluster, eventually
+from service import until
 from stub_engine import StubEngine
 from typer.testing import CliRunner
 
@@ -16,7 +17,7 @@ def name(engine: StubEngine) -> str:
 
 
 @pytest.mark.parametrize("how", ["http", "command", "all"])
-async def test_an_engine_that_forgets_holds_nothing_and_the_next_turn_computes(
+async def test_an_engine_that_forgets_has_nothing_and_the_next_turn_computes(
     cluster: Cluster, how: str
 ) -> None:
     _, decode = await cluster.pair()
@@ -26,16 +27,16 @@ async def test_an_engine_that_forgets_holds_nothing_and_the_next_turn_computes(
     await cluster.held(chat)
     if how == "http":
         answer = await cluster.admin(router, "POST", f"/admin/engines/{name(decode)}/forget")
-        assert (answer.status, answer.json["records"]) == (200, 1)
+        assert (answer.status, answer.json["pins"]) == (200, 1)
     else:
         which = ["--all"] if how == "all" else [name(decode)]
         command = ["forget", *which, "--url", router.admin_url]
         result = await asyncio.to_thread(CliRunner().invoke, app, command)
         assert result.exit_code == 0, result.output
-        assert f"{name(decode)}: told; 1 records" in " ".join(result.output.split())
-    assert decode.pinned == 0
+        assert f"{name(decode)}: told; 1 pins" in " ".join(result.output.split())
+    await until(lambda: decode.pinned == 0)
     again = await chat.say()
-    assert (again.reuse.outcome, again.reuse.reason) == ("miss", "released")
+    assert (again.reuse.outcome, again.reuse.reason) == ("miss", "overwritten")
     assert (await chat.say()).reuse.outcome == "hit"
 
 
@@ -46,14 +47,14 @@ async def test_all_routers_hear_that_an_engine_forgot(cluster: Cluster) -> None:
     await chat.say()
     await cluster.held(chat)
     await cluster.admin(other, "POST", f"/admin/engines/{name(decode)}/forget")
-    assert decode.pinned == 0
 
     async def has_heard() -> bool:
-        return (await cluster.conversation(one))["held"] is None
+        return await cluster.metric(one, "held_blocks") == 0
 
     await eventually(has_heard)
+    assert decode.pinned == 0
     again = await chat.say()
-    assert again.reuse.reason == "released"
+    assert again.reuse.reason == "overwritten"
 
 
 async def test_an_engine_that_cannot_be_told_is_an_error(cluster: Cluster) -> None:

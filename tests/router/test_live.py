@@ -72,6 +72,7 @@ async def test_each_request_is_a_step_of_its_conversation(cluster: Cluster) -> N
         assert (step["turn"], step["step"], step["endpoint"]) == ("t-1", number, CHAT)
         said = {"outcome": step["outcome"], "tokens": step.get("reused", 0), "reason": step["reason"]}
         said |= {"recomputed": step["recomputed"], "cached": step.get("cached", 0)}
+        said |= {"found": step.get("found", 0)}
         assert Reuse(**said) == answer.reuse
         assert 0 < step["prefill_s"] < step["ttft_s"] <= step["duration_s"]
         assert step["prefill_engine"] == prefill.url.removeprefix("http://")

@@ -114,7 +114,7 @@ class Engine:
     def release(self, *keys: str) -> None:
         self.released += keys
 
-    def forget(self) -> bool:
+    async def forget(self) -> bool:
         return self.is_heard
 
     def busy(self, tokens: int, blame: Blame | None = None) -> Visit:
@@ -622,12 +622,12 @@ async def test_pins_of_an_engine_that_is_gone_or_told_to_forget_are_void() -> No
     world = World()
     for number in range(2):
         await world.held(world.decodes[0], (await world.ask(await world.asked(f"c{number}")))[0])
-    assert world.holding.forget(world.decodes[0]) == (2, True)
+    assert await world.holding.forget(world.decodes[0]) == (2, True)
     await world.held(world.decodes[0], (await world.ask())[0])
     world.holding.lost(world.decodes[0])
     assert len(world.holding.pins) == 0
     world.decodes[0].is_heard = False
-    assert world.holding.forget(world.decodes[0]) == (0, False)
+    assert await world.holding.forget(world.decodes[0]) == (0, False)
 
 
 async def test_a_router_that_stops_unpins_its_own_and_waits_for_the_engine() -> None:

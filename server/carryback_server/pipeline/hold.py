@@ -194,14 +194,14 @@ class Holding:
             if engine is not None and engine.run == location.run:
                 engine.release(location.key)
 
-    def forget(self, engine: EngineClient) -> tuple[int, bool]:
+    async def forget(self, engine: EngineClient) -> tuple[int, bool]:
         """Void all that an engine has made, since its weights are others now.
 
         Returns:
             How many of this router's pins that were, and whether the engine was told. Once it is, nothing that was
             made before is read, by any router's request.
         """
-        return len(self.pins.void(engine)), engine.forget()
+        return len(self.pins.void(engine)), await engine.forget()
 
     def lost(self, engine: EngineClient) -> None:
         """An engine is gone or was started anew, and with it what was pinned."""
