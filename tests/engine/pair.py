@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -70,6 +71,8 @@ class Client:
         self.session = session
         self.url = url
         self.admin_url = admin_url
+        # What is said by way of one client is not found by way of another.
+        self.salt = uuid.uuid4().hex
 
     async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
         """A request; its answer, streamed or not, put together."""
@@ -137,9 +140,11 @@ class Client:
             headers[wire.CONVERSATION_ID] = conversation
         if not reuse:
             headers[wire.CARRYBACK_REUSE] = "off"
+        # Without reuse there is nothing in the decode engine's own prefix cache either.
         body = {
             "model": NAME, "messages": messages, "temperature": 0, "max_tokens": tokens,
-            "min_tokens": tokens, "logprobs": True, "top_logprobs": 5, **fields,
+            "min_tokens": tokens, "logprobs": True, "top_logprobs": 5,
+            "cache_salt": self.salt if reuse else uuid.uuid4().hex, **fields,
         }  # fmt: skip
         return await self.post("/v1/chat/completions", body, headers)
 
@@ -183,18 +188,30 @@ class Pair:
             await router.stop()
 
     def another(
-        self, role: str, name: str, *args: str, env: Mapping[str, str] | None = None
+        self,
+        role: str,
+        name: str,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        connector: tuple[str, str] = ("carryback_vllm.connector", "CarrybackConnector"),
     ) -> EngineCommand:
         """The command of one more engine like the one of a role, on ports of its own.
 
         Args:
             args: more arguments for vLLM.
             env: more variables.
+            connector: its module (also one of this folder) and its class.
         """
         like = next(command for command in self.commands if command.role == role)
         http, events, side_channel = free_ports(3)
         address = f"tcp://127.0.0.1:{events}"
-        argv = [word.replace(like.events, address) for word in like.argv]
+        argv = [
+            word.replace(like.events, address)
+            .replace("carryback_vllm.connector", connector[0])
+            .replace("CarrybackConnector", connector[1])
+            for word in like.argv
+        ]
+        path = ":".join([str(Path(__file__).parent), *sys.path])
         argv[argv.index("--port") + 1] = str(http)
         return replace(
             like,
@@ -202,7 +219,12 @@ class Pair:
             url=f"http://127.0.0.1:{http}",
             events=address,
             argv=[*argv, *args],
-            env={**like.env, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel), **(env or {})},
+            env={
+                **like.env,
+                "PYTHONPATH": path,
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
+                **(env or {}),
+            },
         )
 
     @contextmanager
@@ -231,6 +253,10 @@ class Pair:
 
     async def pinned(self, role: str) -> float:
         """The share of an engine's KV blocks that are in use; the engine's own metric."""
+        # Which changes with its steps only.
+        nothing = {"model": NAME, "prompt": uuid.uuid4().hex, "max_tokens": 1}
+        async with self.session.post(self.url(role) + "/v1/completions", json=nothing) as response:
+            assert response.status == 200, await response.text()
         return await self.metric(role, "vllm:kv_cache_usage_perc")
 
     async def assert_unpinned(self, *roles: str, within_s: float = 30) -> None:

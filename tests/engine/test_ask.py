@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,14 +140,7 @@ async def count(hops: Hops, prompt: str) -> int:
 @asynccontextmanager
 async def slow_engine(pair: Pair, folder: Path, connector: str, *args: str) -> AsyncIterator[Hops]:
     """A decode engine of `unsettled.py`, which takes an example's time for each step, beside the pair."""
-    like = pair.another(
-        "decode", connector, *args, env={"PYTHONPATH": ":".join([str(Path(__file__).parent), *sys.path])}
-    )
-    argv = [
-        word.replace("carryback_vllm.connector", "unsettled").replace("CarrybackConnector", connector)
-        for word in like.argv
-    ]
-    command = replace(like, argv=argv)
+    command = pair.another("decode", connector, *args, connector=("unsettled", connector))
     async with Engines([command], log_dir=folder) as engines:
         await engines.wait_ready()
         hops = Hops(pair, command)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import re
 import uuid
@@ -51,19 +50,27 @@ class Engines:
         return json.loads(text) if response.content_type == "application/json" else text
 
     async def prefill(
-        self, path: str, body: dict[str, Any], record: dict[str, Any]
+        self, path: str, body: dict[str, Any], mine: str = "", **params: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The prefill hop; what the decode engine is to be given, and what was reused."""
+        """The prefill hop, which asks the decode engine; what that is to be given, and what was reused.
+
+        Args:
+            mine: the request's key.
+            params: more `kv_transfer_params`.
+        """
         body = {**body, ENDPOINTS[path][0]: 1, "stream": False}
-        params = {**record, "do_remote_decode": True, "do_remote_prefill": False, "carryback_key": key()}
+        decode = next(each for each in self._pair.commands if each.role == "decode")
+        params = {
+            "do_remote_decode": True, "do_remote_prefill": False, "carryback_key": mine or key(),
+            "carryback_ask": [decode.events], **params,
+        }  # fmt: skip
         answer = await self.ask("prefill", path, body, **params)
         report = answer["kv_transfer_params"].pop("carryback_reuse")
         return answer["kv_transfer_params"], report
 
-    async def release(self, role: str, request_id: str) -> None:
+    async def release(self, role: str, key: str) -> None:
         """Make an engine let go of a request's KV."""
-        nothing = {"model": NAME, "prompt": "x", "max_tokens": 1}
-        await self.ask(role, "/v1/completions", nothing, carryback_release=[request_id])
+        await self._sockets[role].send(events.encode_command(events.Release([key])))
 
     async def go(self, key: str, params: dict[str, Any]) -> None:
         """Tell a request that waits at the decode engine how it goes on."""
@@ -99,13 +106,6 @@ def key() -> str:
     return f"cbtest.{uuid.uuid4().hex}"
 
 
-def record(held: events.Held) -> dict[str, Any]:
-    """What the router gives to a prefill engine."""
-    params: dict[str, Any] = json.loads(held.record)
-    params["carryback"]["digests"] = base64.b64encode(held.digests).decode()
-    return params
-
-
 def said(answer: dict[str, Any]) -> str:
     """An answer without what is new in each."""
     kept = {name: answer.get(name) for name in ("choices", "output", "content") if answer.get(name)}
@@ -121,63 +121,88 @@ def request(path: str, text: str, salt: str) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ENDPOINTS)
 async def test_every_endpoint_reads_back(pair: Pair, engines: Engines, path: str, stream: bool) -> None:
-    first = request(path, document(1, 20), "salt") | {"stream": stream}
-    params, report = await engines.prefill(path, first, {})
-    assert report["reason"] == "no_record"
-    answer = await engines.ask("decode", path, first, **params, carryback_key=key(), hold_s=60)
+    salt = key()
+    first = request(path, document(1, 20), salt) | {"stream": stream}
+    params, report = await engines.prefill(path, first)
+    assert (report["reason"], report["found"], report["asked"]) == ("new", 0, 1)
+    mine = key()
+    answer = await engines.ask("decode", path, first, **params, carryback_key=mine, hold_s=60)
     held = await engines.next("decode", events.Held)
     # What a client is sent tells nothing about the engines.
     for secret in ("remote_", "carryback", params["remote_engine_id"], held.engine):
         assert secret not in json.dumps(answer)
-    assert held.tokens == len(held.digests) // 16 * BLOCK > 10 * BLOCK
+    assert held.tokens > 10 * BLOCK
+    assert len(held.tip) == 16
     assert held.pinned == held.blocks
     capacity = (await engines.hello("decode")).capacity
     assert await pair.pinned("decode") * capacity == pytest.approx(held.pinned, abs=0.01)
 
-    second = request(path, f"{document(1, 20)} {document(2, 5)}", "salt")
-    unread, report = await engines.prefill(path, second, record(held))
+    second = request(path, f"{document(1, 20)} {document(2, 5)}", salt)
+    tip = {"tokens": held.tokens, "digest": held.tip.hex()}
+    unread = key()
+    _, report = await engines.prefill(path, second, unread, carryback_tip=tip)
     assert report["outcome"] in (
         "hit",
         "partial",
     )  # the template's end of the first prompt is not in the second
-    assert held.tokens - 2 * BLOCK <= report["tokens"] <= held.tokens
+    assert held.tokens - 2 * BLOCK <= report["tokens"] == report["found"] <= held.tokens
+    assert report["holder"] == held.engine
+    await engines.release("decode", mine)
     released = await engines.next("decode", events.Released)
-    assert (released.key, released.reason, released.pinned) == (held.key, "read", 0)
-    await engines.release("prefill", unread["remote_request_id"])
+    assert (released.key, released.reason, released.pinned) == (mine, "asked", 0)
+    await engines.release("prefill", unread)
     await pair.assert_unpinned()
+    assert (await engines.hello("decode")).leased == 0
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 async def test_every_endpoint_takes_the_salt(engines: Engines, path: str) -> None:
-    first = request(path, document(3, 20), "one")
-    params, _ = await engines.prefill(path, first, {})
-    await engines.ask("decode", path, first, **params, carryback_key=key(), hold_s=60)
-    held = await engines.next("decode", events.Held)
-    unread, report = await engines.prefill(path, request(path, document(3, 20), "another"), record(held))
-    assert (report["outcome"], report["tokens"]) == ("miss", 0)
-    assert (await engines.next("decode", events.Released)).pinned == 0
-    await engines.release("prefill", unread["remote_request_id"])
+    first = request(path, document(3, 20), key())
+    params, _ = await engines.prefill(path, first)
+    await engines.ask("decode", path, first, **params, carryback_key=key())
+    unread = key()
+    _, report = await engines.prefill(path, request(path, document(3, 20), key()), unread)
+    assert (report["outcome"], report["tokens"], report["found"]) == ("miss", 0, 0)
+    await engines.release("prefill", unread)
 
 
 async def test_a_release_and_a_deadline(pair: Pair, engines: Engines) -> None:
     path = "/v1/completions"
     body = request(path, document(4, 20), "salt")
     for hold_s, reason in ((60, "asked"), (0.5, "expired")):
-        await engines.ask("decode", path, body, carryback_key=key(), hold_s=hold_s)
+        mine = key()
+        await engines.ask("decode", path, body, carryback_key=mine, hold_s=hold_s)
         held = await engines.next("decode", events.Held)
         assert held.pinned == held.blocks > 10
-        assert (await engines.hello("decode")).pinned == held.pinned
         if reason == "asked":
-            await engines.release("decode", held.request)
+            assert (await engines.hello("decode")).pinned == held.pinned
+            await engines.release("decode", mine)
         released = await engines.next("decode", events.Released)
-        assert (released.key, released.reason, released.pinned) == (held.key, reason, 0)
+        assert (released.key, released.reason, released.pinned) == (mine, reason, 0)
         await pair.assert_unpinned("decode")
+    # What is not pinned is found for as long as it lies there.
+    unread = key()
+    _, report = await engines.prefill(path, body, unread)
+    assert report["tokens"] > 10 * BLOCK
+    await engines.release("prefill", unread)
+
+
+async def test_a_newer_pin_takes_the_place_of_what_it_covers(pair: Pair, engines: Engines) -> None:
+    path, salt, keys = "/v1/completions", key(), [key() for _ in range(3)]
+    for mine, text in zip(keys, (document(5, 10), document(5, 20), document(6, 10)), strict=True):
+        await engines.ask("decode", path, request(path, text, salt), carryback_key=mine, hold_s=60)
+    assert (await engines.next("decode", events.Released)).key == keys[0]
+    for mine in keys[1:]:
+        await engines.release("decode", mine)
+        released = await engines.next("decode", events.Released)
+        assert (released.key, released.reason) == (mine, "asked")
+    await pair.assert_unpinned()
 
 
 async def test_a_prefill_engine_says_what_waits_for_its_reader(pair: Pair, engines: Engines) -> None:
     path = "/v1/completions"
     body = request(path, document(5, 20), "salt")
-    params, _ = await engines.prefill(path, body, {})
+    params, _ = await engines.prefill(path, body)
     assert (await engines.hello("prefill")).pinned > 10
     await engines.ask("decode", path, body, **params, hold_s=0)
 
@@ -193,18 +218,17 @@ async def test_a_request_waits_until_it_is_told_how_to_go_on(pair: Pair, engines
     body = request(path, document(6, 20), "salt")
     mine = {"carryback_key": key(), "hold_s": 60}
     asked = asyncio.create_task(engines.ask("decode", path, body, **mine, carryback_await=60))
-    params, _ = await engines.prefill(path, body, {})
+    params, _ = await engines.prefill(path, body)
     await asyncio.sleep(1)
     assert not asked.done()
     await engines.go(mine["carryback_key"], params)
     answer = await asked
     held = await engines.next("decode", events.Held)
     assert held.generated == 8
-    await engines.release("decode", held.request)
+    await engines.release("decode", held.key)
     assert (await engines.hello("prefill")).pinned == 0  # it was read
     alone = await engines.ask("decode", path, body, hold_s=0, carryback_key=key())
     assert said(answer) == said(alone)
-    await engines.release("decode", (await engines.next("decode", events.Held)).request)
 
 
 async def test_a_request_does_not_wait_for_ever(pair: Pair, engines: Engines) -> None:
@@ -238,20 +262,20 @@ async def test_a_prefill_engine_says_in_an_event_what_it_answers(engines: Engine
     work = params["carryback_work"]
     assert work["computed"] == params["carryback_reuse"]["recomputed"] > 100
     assert work["compute_s"] > 0 == work["read_s"]
-    await engines.release("prefill", params["remote_request_id"])
+    await engines.release("prefill", mine)
 
 
 async def test_the_threshold_of_a_request_is_the_routers(engines: Engines) -> None:
     path = "/v1/completions"
     body = request(path, document(9, 20), "salt")
+    await engines.ask("decode", path, body)
     for threshold, reason in ((10**6, "below_threshold"), (1, "verified")):
-        await engines.ask("decode", path, body, carryback_key=key(), hold_s=60)
-        held = await engines.next("decode", events.Held)
-        params, report = await engines.prefill(path, body, record(held) | {"carryback_threshold": threshold})
+        mine = key()
+        params, report = await engines.prefill(path, body, mine, carryback_threshold=threshold)
         assert report["reason"] == reason
+        assert report["found"] > 10 * BLOCK
         assert (params["carryback_work"]["read_s"] > 0) == (reason == "verified")
-        assert (await engines.next("decode", events.Released)).key == held.key
-        await engines.release("prefill", params["remote_request_id"])
+        await engines.release("prefill", mine)
 
 
 async def test_ranks_are_addressed_by_all_endpoints_but_responses(pair: Pair) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import uuid
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -48,29 +49,35 @@ def edit(messages: Messages, answer: str, how: str, dice: random.Random) -> Mess
 
 
 async def check_history(
-    client: Client, edits: list[str], seed: int, *, tokens: int = TOKENS, is_cached: bool = False
+    client: Client,
+    edits: list[str],
+    seed: int,
+    *,
+    tokens: int = TOKENS,
+    is_cached: bool = False,
+    names: Sequence[str] = (),
 ) -> int:
     """Play a conversation and compare every answer with a full recompute; the tokens reused in all.
 
     Args:
         tokens: to generate for each answer.
-        is_cached: the engines have prefix caches, which a full recompute must not use.
+        is_cached: the prefill engine has a prefix cache, too.
+        names: conversations' ids, of which each request has one at random; one of its own if there are none.
     """
     dice = random.Random(seed)
-    conversation = uuid.uuid4().hex
+    names = names or [uuid.uuid4().hex]
     messages: Messages = [
         {"role": "system", "content": document(seed, 3)},
         {"role": "user", "content": document(seed + 1, 10)},
     ]
-    answer = await client.chat(messages, conversation, tokens=tokens)
+    answer = await client.chat(messages, dice.choice(names), tokens=tokens)
     reused = 0
     for how in edits:
         messages = edit(messages, answer.text, how, dice)
-        answer = await client.chat(messages, conversation, tokens=tokens, stream=dice.random() < 0.5)
-        salt = {"cache_salt": uuid.uuid4().hex} if is_cached else {}
-        answer.assert_same(await client.chat(messages, reuse=False, tokens=tokens, **salt))
+        answer = await client.chat(messages, dice.choice(names), tokens=tokens, stream=dice.random() < 0.5)
+        answer.assert_same(await client.chat(messages, reuse=False, tokens=tokens))
         reused += answer.reuse.tokens
-        if how == "grow" and not is_cached:
+        if how == "grow" and not is_cached and len(names) == 1:
             assert answer.reuse.outcome == "hit"
     return reused
 
@@ -86,34 +93,43 @@ async def test_random_histories(client: Client, edits: list[str], seed: int) -> 
     await check_history(client, edits, seed)
 
 
+@settings(
+    max_examples=int(os.environ.get("CARRYBACK_TEST_HISTORIES", "10")),
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
+@given(edits=st.lists(st.sampled_from(EDITS), min_size=2, max_size=3), seed=st.integers(0, 10_000))
+async def test_random_histories_that_share_names_wrongly(client: Client, edits: list[str], seed: int) -> None:
+    """Every request has one of three names, whatever it belongs to; two conversations at a time."""
+    await asyncio.gather(*(check_history(client, edits, seed + at, names=["a", "b", "c"]) for at in range(2)))
+
+
 @pytest_asyncio.fixture(loop_scope="session")
-async def unverified(pair: Pair, tmp_path: Path) -> AsyncIterator[Client]:
-    """A client of a router whose prefill engine trusts every record."""
-    decode = pair.commands[1]
-    mutant = pair.another("prefill", "unverified", env={"PYTHONPATH": str(Path(__file__).parent)})
-    mutant = replace(
-        mutant,
-        argv=[
-            word.replace("CarrybackConnector", "UnverifiedConnector").replace(
-                "carryback_vllm.connector", "unverified"
-            )
-            for word in mutant.argv
-        ],
-    )
-    with pair.paused("prefill"):
-        async with Engines([mutant], log_dir=tmp_path) as engines:
+async def mutants(pair: Pair, tmp_path: Path) -> AsyncIterator[tuple[Client, Client]]:
+    """Clients of two routers whose decode engine goes by name: before a prefill engine that verifies, and before one
+    that does not."""
+    decode = pair.another("decode", "by-name", connector=("unverified", "ByNameConnector"))
+    trusting = pair.another("prefill", "trusting", connector=("unverified", "TrustingConnector"))
+    with pair.paused("decode"):
+        async with AsyncExitStack() as stack:
+            engines = await stack.enter_async_context(Engines([decode, trusting], log_dir=tmp_path))
             await engines.wait_ready()
-            async with pair.router([mutant.engine(), decode.engine()]) as client:
-                yield client
+            verified, wrong = (
+                await stack.enter_async_context(pair.router([prefill.engine(), decode.engine()]))
+                for prefill in (pair.commands[0], trusting)
+            )
+            yield verified, wrong
 
 
-async def test_the_check_fails_without_verification(unverified: Client) -> None:
-    assert await check_history(unverified, ["grow", "grow"], seed=1) > 0
+async def test_the_check_fails_without_verification(mutants: tuple[Client, Client]) -> None:
+    verified, trusting = mutants
     for how in ("change", "system", "stranger"):
         wrong = 0
         for seed in range(3):
+            await check_history(verified, [how], seed)
             try:
-                await check_history(unverified, [how], seed)
+                await check_history(trusting, [how], seed)
             except AssertionError:
                 wrong += 1
         assert wrong, f"wrong KV behind {how!r} went unnoticed"
