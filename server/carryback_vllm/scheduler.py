@@ -72,7 +72,7 @@ class _Match:
     Attributes:
         blocks: leading full blocks of the prompt that it reads, those in its own prefix cache included.
         expected: tokens that the conversation's last request left at a decode engine; 0 if nobody knows.
-        is_changed: the prompt does not begin with those.
+        is_changed: the prompt does not begin with those; None: it is shorter.
         reason: why not more is read; empty where all is.
         found, holder, asked: see `_report`.
         is_looked_up: vLLM has looked up what it has in this engine's own prefix cache.
@@ -83,7 +83,7 @@ class _Match:
 
     blocks: int = 0
     expected: int = 0
-    is_changed: bool = False
+    is_changed: bool | None = False
     reason: str = ""
     found: int = 0
     holder: str = ""
@@ -611,7 +611,10 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         full = tokens // self._hash_block_size
         own = self._sealer.digests(request.block_hashes[full - 1 : full]).hex()
         usable = (request.num_prompt_tokens - 1) // self._hash_block_size
-        return _Match(expected=min(full, usable) * self._hash_block_size, is_changed=own != digest)
+        # Of a prompt that is shorter nobody can tell.
+        return _Match(
+            expected=min(full, usable) * self._hash_block_size, is_changed=own != digest if own else None
+        )
 
     def _take_record(self, request: Request, params: dict[str, Any], best: Leased) -> str:
         """Have stock code read what a decode engine has; why it must not, or empty."""
@@ -957,12 +960,14 @@ def _report(request: Request, match: _Match) -> dict[str, Any]:
     it computed; the most that a decode engine had, which one (its id), and how many have answered; and why not more."""
     prompt, read, cached = request.num_prompt_tokens, match.read_tokens, match.cached_tokens
     reused = read + cached
-    is_whole = reused >= match.expected and not match.is_changed
+    # A shorter prompt that was not found whole was cut somewhere in the middle, most likely.
+    is_changed = reused < match.expected if match.is_changed is None else match.is_changed
+    is_whole = reused >= match.expected and not is_changed
     reason = match.reason
     if reason == "nothing" and cached:
         reason = "local_cache"
     if reason in ("", "nothing", "local_cache"):
-        if match.is_changed:
+        if is_changed:
             reason = "history_changed"
         elif reused < match.expected:
             reason = "overwritten"

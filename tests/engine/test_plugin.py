@@ -189,9 +189,13 @@ async def test_a_release_and_a_deadline(pair: Pair, engines: Engines) -> None:
 
 async def test_a_newer_pin_takes_the_place_of_what_it_covers(pair: Pair, engines: Engines) -> None:
     path, salt, keys = "/v1/completions", key(), [key() for _ in range(3)]
-    for mine, text in zip(keys, (document(5, 10), document(5, 20), document(6, 10)), strict=True):
-        await engines.ask("decode", path, request(path, text, salt), carryback_key=mine, hold_s=60)
-    assert (await engines.next("decode", events.Released)).key == keys[0]
+    text = document(5, 10)
+    for mine in keys[:2]:
+        answer = await engines.ask("decode", path, request(path, text, salt), carryback_key=mine, hold_s=60)
+        text += f"{answer['choices'][0]['text']} {document(7, 10)}"
+    await engines.ask("decode", path, request(path, document(6, 10), salt), carryback_key=keys[2], hold_s=60)
+    released = await engines.next("decode", events.Released)
+    assert (released.key, released.reason) == (keys[0], "covered")
     for mine in keys[1:]:
         await engines.release("decode", mine)
         released = await engines.next("decode", events.Released)

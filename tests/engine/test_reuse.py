@@ -197,7 +197,7 @@ async def test_tool_calls_and_the_step_behind_them(client: Client, stream: bool)
     messages = start(8)
     forced = {
         "model": NAME, "messages": messages, "tools": TOOLS, "tool_choice": "required", "temperature": 0,
-        "max_tokens": 200, "stream": stream, "logit_bias": no_whitespace(),
+        "max_tokens": 200, "stream": stream, "logit_bias": no_whitespace(), "cache_salt": client.salt,
     }  # fmt: skip
     answer = await client.post("/v1/chat/completions", forced, {"X-Conversation-ID": conversation})
     assert answer.status == 200, answer.raw
