@@ -65,10 +65,12 @@ def _found(found: dict[str, Any]) -> Iterator[Text]:
     before = f"; the conversation's last request had left {left:,} tokens" if left is not None else ""
     yield Text(f"{had}{before}.")
     if found["shared_tokens"]:
-        whose = (
-            f"conversation {_shown(found['shared_with'])}" if found["shared_with"] else "another conversation"
+        whose = found["shared_with"]
+        yield Text(
+            f"Conversation {_shown(whose)} begins in the same way."
+            if whose
+            else "Another conversation or branch begins in the same way."
         )
-        yield Text(f"They are the beginning of {whose}, too.")
 
 
 def _parting(parting: dict[str, Any], prompt_tokens: int) -> Iterator[Text]:

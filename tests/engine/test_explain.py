@@ -43,8 +43,10 @@ def check(found: Any, answer: Answer) -> None:
     assert (found["reused_tokens"], found["prompt_tokens"]) == (reuse.tokens, reuse.prompt_tokens)
     assert found["compared"] == "tokens", found["why"]
     if reuse.reason == "history_changed":
-        assert reuse.tokens <= found["parting"]["token"] < reuse.tokens + BLOCK
-        assert found["lost_tokens"] == found["held_tokens"] - reuse.tokens
+        assert found["found_tokens"] == reuse.found
+        assert reuse.found <= found["parting"]["token"] < reuse.found + BLOCK
+        assert found["left_tokens"] > found["found_tokens"]
+        assert found["shared_tokens"] == 0
         assert found["causes"]
 
 
@@ -120,11 +122,22 @@ async def test_endpoints_that_engines_turn_into_chats(pair: Pair, path: str) -> 
             "input",
             "max_output_tokens",
             "instructions",
-            [{"type": "function", **tool}],
+            # As Codex sends them.
+            [
+                {"type": "function", **tool},
+                {"type": "custom", "name": "apply_patch", "description": "Edits files."},
+                {"type": "web_search"},
+            ],
         )
+        parts = [{"type": "input_text", "text": each} for each in ("<env>", "cwd=/sea</env>")]
+        thought = {"type": "reasoning_text", "text": "Look first."}
         calls: list[Any] = [
+            {"type": "message", "role": "user", "content": parts},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [thought]},
             {"type": "function_call", "call_id": "1", "name": tool["name"], "arguments": '{"query": "x"}'},
+            {"type": "custom_tool_call", "call_id": "2", "name": "apply_patch", "input": "*** Begin"},
             {"type": "function_call_output", "call_id": "1", "output": document(46, 3)},
+            {"type": "custom_tool_call_output", "call_id": "2", "output": "done"},
         ]
     else:
         field, limit, own = "messages", "max_tokens", "system"

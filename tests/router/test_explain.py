@@ -30,13 +30,18 @@ async def explained(service: Service, conversation: str = "t", *, tenant: str = 
         return answer
 
 
-async def held(service: Service, conversation: str = "t") -> None:
-    """Wait until the last answer's KV is held."""
+async def held(service: Service, conversation: str = "t", *, before: int = 0) -> int:
+    """Wait until it is known where the last answer's KV is; its tokens, which are not those of before."""
+    tokens = before
 
-    async def is_held() -> object:
-        return (await service.conversation(quote(conversation, safe="")))["held"]
+    async def is_known() -> bool:
+        nonlocal tokens
+        location = (await service.conversation(quote(conversation, safe="")))["location"]
+        tokens = location["tokens"] if location is not None else before
+        return tokens != before
 
-    await eventually(is_held)
+    await eventually(is_known)
+    return tokens
 
 
 def carryback(*args: str) -> Result:
@@ -65,7 +70,9 @@ async def test_a_time_in_the_system_prompt(serve: Serve) -> None:
     assert (found["outcome"], found["reason"]) == ("partial", "history_changed")
     assert found["reused_tokens"] == answer.reuse.tokens
     assert found["recomputed_tokens"] == answer.reuse.recomputed
-    assert found["lost_tokens"] == found["held_tokens"] - answer.reuse.tokens
+    assert (found["found_tokens"], found["asked"]) == (answer.reuse.found, 1)
+    assert found["left_tokens"] > found["found_tokens"]
+    assert found["shared_tokens"] == 0
     assert found["compared"] == "tokens"
     parting = found["parting"]
     # The engine found the block, the comparison the token in it.
@@ -92,14 +99,14 @@ async def test_a_hit_needs_no_explanation(serve: Serve) -> None:
         [],
         None,
     )
-    assert found["held_tokens"] == answer.reuse.tokens
+    assert found["left_tokens"] == found["found_tokens"] == answer.reuse.tokens
 
 
 async def test_the_first_request(serve: Serve) -> None:
     service = await serve(**ON)
     await service.chat([user(TEXT)], "t")
     found = await explained(service)
-    assert (found["outcome"], found["reason"], found["held_tokens"]) == ("miss", "new", None)
+    assert (found["outcome"], found["reason"], found["left_tokens"]) == ("miss", "new", None)
     assert "first request" in found["means"]
     assert found["why"] == ""
 
@@ -186,46 +193,84 @@ async def test_kv_that_differs_though_the_tokens_do_not(serve: Serve) -> None:
     await held(service)
     await service.chat([user(TEXT), said(answer.text), user("More.")], "t", cache_salt="mine")
     found = await explained(service)
-    assert (found["outcome"], found["lost_tokens"]) == ("miss", found["held_tokens"])
+    assert (found["outcome"], found["found_tokens"]) == ("miss", 0)
     assert [each["code"] for each in found["causes"]] == ["cache_salt_changed"]
     assert (found["parting"]["token"], found["parting"]["until"]) == (0, 16)
 
 
-async def test_what_is_not_held_is_explained_by_its_reason(serve: Serve) -> None:
-    service = await serve(hold_s=0, **ON)
-    answer = await service.chat([user(TEXT)], "t")
-    await service.chat([user(TEXT), said(answer.text), user("More.")], "t")
+async def test_what_was_not_to_be_reused_is_explained_by_its_reason(serve: Serve) -> None:
+    service = await serve(**ON)
+    answer = await service.chat([user(f"At 10:00. {TEXT}")], "t")
+    await held(service)
+    history = [user(f"At 10:01. {TEXT}"), said(answer.text), user("More.")]
+    await service.chat(history, "t", headers={"X-Carryback-Reuse": "off"})
     found = await explained(service)
-    assert (found["reason"], found["held_tokens"], found["causes"]) == ("no_record", None, [])
-    assert "hold_s" in found["means"]
+    assert (found["reason"], found["compared"], found["causes"], found["why"]) == ("off", "nothing", [], "")
     assert found["do"]
-    await service.chat(
-        [user(TEXT), said(answer.text), user("More.")], "t", headers={"X-Carryback-Reuse": "off"}
-    )
-    assert (await explained(service))["reason"] == "off"
     await service.chat([user(TEXT)], "t", n=2)
     found = await explained(service)
     assert (found["reason"], found["prompt_tokens"]) == ("several_answers", 0)
 
 
+async def test_an_answer_that_the_client_left_out(serve: Serve) -> None:
+    service = await serve(**ON)
+    await service.chat([user(TEXT)], "t")
+    await held(service)
+    again = await service.chat([user(TEXT), user("And the wind?")], "t")
+    assert again.reuse.outcome == "partial"
+    found = await explained(service)
+    assert (found["compared"], found["parting"]["message"]) == ("tokens", 1)
+    assert [each["code"] for each in found["causes"]] == ["answer_left_out"]
+
+
+async def test_a_title_under_the_same_name_costs_the_next_turn_nothing(serve: Serve) -> None:
+    """The conversation's newest request is the title's; what the one before it left is found all the same."""
+    service = await serve(**ON)
+    history = [system(RULES), user(TEXT)]
+    answer = await service.chat(history, "t")
+    left = await held(service)
+    await service.chat([system("Write titles for talks."), user(TEXT)], "t")
+    assert [each["code"] for each in (await explained(service))["causes"]] == ["other_conversation"]
+    await held(service, before=left)
+    again = await service.chat([*history, said(answer.text), user("More.")], "t")
+    assert again.reuse.tokens == again.reuse.found > 0
+    assert again.reuse.recomputed < 32
+    found = await explained(service)
+    assert [each["code"] for each in found["causes"]] == ["other_conversation"]
+    assert found["shared_tokens"] == again.reuse.found
+
+
+async def test_a_beginning_that_another_conversation_has(serve: Serve) -> None:
+    service = await serve(**ON)
+    await service.chat([system(RULES), user("Which way?")], "mine")
+    await held(service, "mine")
+    answer = await service.chat([system(RULES), user("How deep?")], "t")
+    assert answer.reuse.found > 0
+    found = await explained(service)
+    assert (found["reason"], found["left_tokens"]) == ("verified", None)
+    assert (found["shared_tokens"], found["shared_with"]) == (answer.reuse.found, "mine")
+    assert found["holder"] == service.decode.url.removeprefix("http://")
+
+
 async def test_requests_that_run_at_the_same_time(serve: Serve) -> None:
-    """The one that left what was held is what is compared."""
+    """The newest one that left something is what the next is compared with; it finds what each of them left."""
     service = await serve(**ON)
     answer = await service.chat([user(TEXT)], "t")
-    await held(service)
+    left = await held(service)
     history = [user(TEXT), said(answer.text)]
     fault = service.decode.fault(status_delay_s=1.0, times=1)
     slow = asyncio.create_task(service.chat([*history, user("Slow. " + TEXT)], "t"))
     await until(lambda: fault not in service.decode.faults, "it runs")
     quick = await service.chat([*history, user("Quick. " + TEXT)], "t")
-    assert (await explained(service))["reason"] in ("in_use", "no_record")
+    assert quick.reuse.outcome == "hit"
     await slow
-    await held(service)
+    await held(service, before=left)
     last = await service.chat([*history, user("Slow. " + TEXT), said((await slow).text), user("?")], "t")
-    assert quick.reuse.outcome == "miss"
     found = await explained(service)
-    assert found["outcome"] == last.reuse.outcome
-    assert found["held_tokens"] is not None
+    assert (found["outcome"], found["why"]) == (last.reuse.outcome, "")
+    assert last.reuse.recomputed < 32
+    assert [each["code"] for each in found["causes"]] == ["message_changed"]
+    assert found["shared_tokens"] == last.reuse.found
 
 
 async def test_an_engine_that_renders_otherwise(serve: Serve) -> None:
@@ -334,7 +379,7 @@ async def test_tenants_have_conversations_of_their_own(serve: Serve) -> None:
 
 
 async def test_another_router_served_the_request_before(cluster: Cluster) -> None:
-    """With a shared state it has the record, and not what left it."""
+    """With a shared state it knows where that one left its KV, and not what it was."""
     with redis_server() as redis:
         await cluster.pair()
         first, second = [await cluster.router(state=redis.url, **ON) for _ in range(2)]
@@ -342,10 +387,21 @@ async def test_another_router_served_the_request_before(cluster: Cluster) -> Non
             for engine in cluster.engines:
                 await cluster.hears(router, engine)
         chat = cluster.chat(first, "t")
+
+        async def is_known(turn: str) -> bool:
+            location = (await cluster.conversation(first, "t"))["location"]
+            return location is not None and location["turn"] == turn
+
         await chat.say()
+        await eventually(lambda: is_known("1"))
         await chat.say(via=second)
+        await eventually(lambda: is_known("2"))
         found = await of(cluster, second, "t")
-        assert (found["reason"], found["compared"]) == ("verified", "nothing")
+        assert (found["reason"], found["compared"], found["why"]) == ("verified", "nothing", "")
+        chat.messages[0] = user("Something else. " + TEXT)
+        await chat.say(via=first)
+        found = await of(cluster, first, "t")
+        assert (found["reason"], found["compared"]) == ("history_changed", "nothing")
         assert "another router" in found["why"]
         for router in (first, second):
             await cluster.stop(router)
@@ -366,7 +422,7 @@ async def test_the_command(serve: Serve) -> None:
     assert done.exit_code == 0, done.output
     assert "a/b c, turn 2.1, /v1/chat/completions" in done.stdout
     assert "miss (history_changed)" in done.stdout
-    assert "none of them could be used" in done.stdout
+    assert "No decode engine had any of them; the conversation's last request had left" in done.stdout
     assert "in message 0 (system):" in done.stdout
     assert "  held  ...<|system|>It is 10:00." in done.stdout
     assert "  new   ...<|system|>It is 10:05." in done.stdout

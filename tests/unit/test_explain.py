@@ -263,7 +263,7 @@ async def test_what_another_request_of_the_same_name_left_in_between_costs_nothi
     found = await scene.explain()
     assert codes(found) == ["other_conversation"]
     assert (found.shared_tokens, found.recomputed_tokens) == (known, tokens_of(*more) - known)
-    assert "They are the beginning of another conversation, too." in scene.says(found)
+    assert "Another conversation or branch begins in the same way." in scene.says(found)
 
 
 async def test_this_router_served_it_and_says_so(scene: Scene) -> None:
@@ -437,14 +437,14 @@ async def test_a_beginning_that_another_conversation_has(scene: Scene) -> None:
     assert (found.left_tokens, found.found_tokens, found.holder) == (None, known, "d0")
     assert (found.shared_tokens, found.shared_with) == (known, "mine")
     assert f"A decode engine (d0) had the first {known} of them." in scene.says(found)
-    assert "They are the beginning of conversation mine, too." in scene.says(found)
+    assert "Conversation mine begins in the same way." in scene.says(found)
 
 
 async def test_whose_beginning_it_is_may_not_be_known(scene: Scene) -> None:
     scene.ask(chat(user(WORDS)), reason="verified", outcome="hit", found=64)
     found = await scene.explain()
     assert (found.shared_tokens, found.shared_with) == (64, "")
-    assert "another conversation" in scene.says(found)
+    assert "Another conversation or branch" in scene.says(found)
 
 
 async def test_what_a_request_that_broke_off_had_left_is_nobody_elses(scene: Scene) -> None:
