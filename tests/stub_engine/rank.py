@@ -264,6 +264,8 @@ class Rank:
 
         self._pins = holds(settings.max_pinned, settings.max_pinned)
         self._pin_names: dict[str, None] = {}
+        # What is to be said of requests whose `Held` is late: after it.
+        self._late: dict[str, list[Callable[[int], Any]]] = {}
         self.leases = holds(settings.max_leased, settings.max_leased_by_all)
         self._prompts: dict[str, _Prompt] = {}
         self._peers: Peers | None = None
@@ -660,7 +662,14 @@ class Rank:
     def _unpin(self, keys: Iterable[str], reason: ReleaseReason) -> None:
         for key in keys:
             del self._pin_names[key]
-            self._send(lambda seq: Released(self.engine, seq, key, reason, self.pinned))  # noqa: B023 (called at once)
+
+            def released(seq: int, key: str = key) -> Released:
+                return Released(self.engine, seq, key, reason, self.pinned)
+
+            if key in self._late:
+                self._late[key].append(released)
+            else:
+                self._send(released)
 
     def unpin(self, reason: ReleaseReason) -> None:
         """The engine lets go of all pins by itself."""
@@ -738,6 +747,7 @@ class Rank:
         full = len(blocks)
         tip = self._sealer.digests(job.hashes[full - 1 : full]) if full else b""
         self._announce(
+            key,
             job.held,
             lambda seq: Held(
                 self.engine, seq, key, full * BLOCK_SIZE, full if is_pinned else 0,
@@ -745,17 +755,22 @@ class Rank:
             ),
         )  # fmt: skip
 
-    def _announce(self, how: str | float, event: Callable[[int], Held]) -> None:
+    def _announce(self, key: str, how: str | float, event: Callable[[int], Held]) -> None:
         if how == "lost":
             self.publisher.next()
         elif how != "never":
-            self._after(float(how), lambda: self._send(event))
+            self._late[key] = [event]
+            self._after(float(how), lambda: self._say_late(key))
+
+    def _say_late(self, key: str) -> None:
+        for event in self._late.pop(key):
+            self._send(event)
 
     def _send(self, event: Callable[[int], Any]) -> None:
         if not self._is_stopped:
             self.publisher.send(event(self.publisher.next()))
 
-    def _after(self, delay_s: float, work: Callable[[], None]) -> None:
+    def _after(self, delay_s: float, work: Callable[[], object]) -> None:
         async def later() -> None:
             await asyncio.sleep(delay_s)
             work()

@@ -209,8 +209,10 @@ class Holding:
 
     def pinned_s(self, location: Location) -> float:
         """How long what a location says is still pinned, in seconds, as far as this router knows."""
-        pin = self.pins.get(location.key)
-        return pin.time_left if pin is not None else max(location.until - self._clock(), 0.0)
+        if (pin := self.pins.get(location.key)) is not None:
+            return pin.time_left
+        # Another router may have it pinned, if there are others.
+        return max(location.until - self._clock(), 0.0) if self._config.is_shared else 0.0
 
     async def stop(self) -> None:
         """Wait for what is under way; unpin all that no other router can use."""

@@ -1,26 +1,27 @@
-"""The life of a record: what decode engines really hold, for how long, and who may use it."""
+"""What decode engines pin for later turns: for how long, and who lets go of it. What is not pinned can be read all the
+same, for as long as it is there."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 import pytest
 from cluster import TOOLS, Chat, Cluster, eventually
 from service import TEXT, until, user
-from stub_engine import CALL_MARKER, Settings, StubEngine, expected, expected_text
+from stub_engine import CALL_MARKER, Settings, expected, expected_text
 from stub_engine.prompts import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
-# An engine that holds what it is not told to let go of until long after the test.
+# An engine that pins what it is not told to let go of until long after the test.
 PATIENT = Settings(grace_s=10_000)
 
 
-async def held_of(cluster: Cluster, chat: Chat) -> Any:
-    """What the router says is held for a chat's conversation."""
-    view = await cluster.conversation(chat.router, chat.id, key=chat.key)
-    return view and view["held"]
+async def is_pinned(cluster: Cluster, chat: Chat) -> bool:
+    """Whether a chat's newest request is pinned, as the router says."""
+    return bool((await cluster.held(chat))["pinned_s"])
 
 
 # -- from one turn to the next
@@ -37,7 +38,7 @@ async def test_each_turn_reads_back_the_one_before(cluster: Cluster, stream: boo
         assert (reuse.outcome, reuse.reason) == ("hit", "verified")
         assert reuse.tokens > tokens
         tokens = reuse.tokens
-    # One record at a time is held: all others were read, each once.
+    # A newer pin has all that the older one had.
     assert len(decode.ranks[0].held) == 1
 
 
@@ -57,25 +58,28 @@ async def test_a_listing_and_the_metrics_say_what_is_held(cluster: Cluster) -> N
     assert (two["boundary"], two["requests"]) == ("mid_turn", 1)
     assert one["last_reuse"].startswith("hit; tokens=")
     name = f"127.0.0.1:{decode.url.rpartition(':')[2]}"
-    assert one["held"]["blocks"] + two["held"]["blocks"] == decode.pinned
     # It comes back in seconds; a person thinks for minutes.
-    assert two["held"]["expires_in_s"] < one["held"]["expires_in_s"]
+    assert 0 < two["location"]["pinned_s"] < one["location"]["pinned_s"]
     for each in listed:  # clients are not told of engines
-        assert "engine" not in each["held"]
-        each["held"]["engine"] = name
-    assert (await cluster.admin(router, "GET", "/admin/conversations")).json["data"] == listed
+        assert "engine" not in each["location"]
+        each["location"]["engine"] = name
+    shown = (await cluster.admin(router, "GET", "/admin/conversations")).json["data"]
+    for each in (*listed, *shown):
+        each["location"]["pinned_s"] = round(each["location"]["pinned_s"], -1)
+    assert shown == listed
+    assert await cluster.metric(router, "held_tokens") == sum(each["location"]["tokens"] for each in listed)
     assert await cluster.metric(router, "held_blocks", engine=name) == decode.pinned
-    assert await cluster.metric(router, "held_records") == 2
+    assert await cluster.metric(router, "held_pins") == 2
     assert await cluster.metric(router, "tenant_held_blocks", tenant="default") == decode.pinned
     assert await cluster.metric(router, "pin_budget_blocks", engine=name) == 400
     assert await cluster.metric(router, "reuse_total", outcome="hit", reason="verified") == 1
     for each in (chat, other):
         assert (await cluster.delete(router, f"/v1/conversations/{each.id}")).status == 200
     await until(lambda: decode.in_use == 0)
-    for gauge in ("held_records", "held_tokens", "held_blocks", "tenant_held_blocks", "in_flight_requests"):
+    for gauge in ("held_pins", "held_tokens", "held_blocks", "tenant_held_blocks", "in_flight_requests"):
         assert await cluster.metric(router, gauge) == 0, gauge
-    put, taken = [await cluster.metric(router, f"records_{each}_total") for each in ("put", "taken")]
-    assert (put, taken) == (3, 1)
+    assert await cluster.metric(router, "locations_noted_total") == 3
+    assert await cluster.metric(router, "releases_total", role="decode") == 2
 
 
 async def test_a_router_that_ends_leaves_nothing_pinned(cluster: Cluster) -> None:
@@ -91,33 +95,27 @@ async def test_a_router_that_ends_leaves_nothing_pinned(cluster: Cluster) -> Non
 # -- it ends
 
 
-async def test_what_an_engine_let_go_of_is_forgotten_at_once(cluster: Cluster) -> None:
+async def test_what_an_engine_unpinned_by_itself_counts_no_more_and_is_read_all_the_same(
+    cluster: Cluster,
+) -> None:
     _, decode = await cluster.pair()
     chat = cluster.chat(await cluster.router())
     await chat.say()
-    assert await cluster.held(chat)
-    decode.ranks[0].let_go(decode.ranks[0].held[0], "expired")
+    assert await is_pinned(cluster, chat)
+    decode.ranks[0].unpin("expired")
+    assert decode.in_use == 0
 
-    async def is_forgotten() -> bool:
-        return await held_of(cluster, chat) is None
+    async def is_counted() -> bool:
+        return await cluster.metric(chat.router, "held_blocks") > 0
 
-    await eventually(is_forgotten)
-    assert await cluster.metric(chat.router, "held_blocks") == 0
-    assert (await chat.say()).reuse.reason == "expired"
-    assert (await chat.say()).reuse.outcome == "hit"
+    await eventually(lambda: _not(is_counted))
+    held = await cluster.held(chat)
+    reuse = (await chat.say()).reuse
+    assert (reuse.outcome, reuse.tokens) == ("hit", held["tokens"])
 
 
-async def test_nothing_is_read_that_the_engine_may_let_go_of_meanwhile(cluster: Cluster) -> None:
-    # A read takes time, and engines begin none in the last 5 s; so 4 s are none at all.
-    prefill, decode = await cluster.pair(settings=PATIENT)
-    chat = cluster.chat(await cluster.router(hold_s=4))
-    await chat.say()
-    assert (await cluster.held(chat))["expires_in_s"] == 0
-    assert (await chat.say()).reuse.reason == "expired"
-    assert prefill.offered == []
-    # What was of no use was let go of for real.
-    await until(lambda: len(decode.ranks[0].held) == 1)
-    assert await cluster.metric(chat.router, "records_lost_total", reason="expired") == 1
+async def _not(condition: Callable[[], Awaitable[object]]) -> bool:
+    return not await condition()
 
 
 async def test_an_engine_started_anew_holds_nothing(cluster: Cluster) -> None:
@@ -128,11 +126,10 @@ async def test_an_engine_started_anew_holds_nothing(cluster: Cluster) -> None:
     await decode.kill()
     await decode.start()
 
-    async def is_forgotten() -> bool:
-        return await held_of(cluster, chat) is None
+    async def is_counted() -> bool:
+        return await cluster.metric(chat.router, "held_blocks") > 0
 
-    await eventually(is_forgotten)
-    assert await cluster.metric(chat.router, "held_blocks") == 0
+    await eventually(lambda: _not(is_counted))
     assert (await chat.say()).reuse.reason == "engine_lost"
     assert (await chat.say()).reuse.outcome == "hit"
 
@@ -145,10 +142,10 @@ async def test_an_engine_that_is_gone_holds_nothing(cluster: Cluster) -> None:
     holder, rest = (decode, other) if decode.pinned else (other, decode)
     await holder.kill()
 
-    async def is_forgotten() -> bool:
-        return await held_of(cluster, chat) is None
+    async def is_counted() -> bool:
+        return await cluster.metric(chat.router, "held_blocks") > 0
 
-    await eventually(is_forgotten)
+    await eventually(lambda: _not(is_counted))
     assert (await chat.say()).reuse.reason == "engine_lost"
     assert rest.pinned
     assert (await chat.say()).reuse.outcome == "hit"
@@ -157,7 +154,7 @@ async def test_an_engine_that_is_gone_holds_nothing(cluster: Cluster) -> None:
 # -- retention by turn boundary
 
 
-async def test_a_tool_that_takes_too_long_costs_its_conversation_what_is_held(cluster: Cluster) -> None:
+async def test_a_tool_that_takes_too_long_costs_its_conversation_the_pin(cluster: Cluster) -> None:
     _, decode = await cluster.pair(settings=PATIENT)
     router = await cluster.router(hold_mid_turn_s=0.3)
     ended, calling = cluster.chat(router, "ended"), cluster.chat(router, "calling", stream=True)
@@ -165,11 +162,11 @@ async def test_a_tool_that_takes_too_long_costs_its_conversation_what_is_held(cl
     blocks = decode.pinned
     await calling.call()
     await until(lambda: decode.pinned == blocks)
-    assert await cluster.held(ended)
-    assert await held_of(cluster, calling) is None
+    assert await is_pinned(cluster, ended)
+    assert not await is_pinned(cluster, calling)
     given_up = await cluster.metric(router, "pins_given_up_total", rank="mid_turn", reason="retention")
     assert given_up == 1
-    assert (await calling.result()).reuse.reason == "expired"
+    assert (await calling.result()).reuse.outcome == "hit"  # nothing else has come there meanwhile
     assert (await ended.say()).reuse.outcome == "hit"
 
 
@@ -192,8 +189,8 @@ async def test_a_first_request_without_an_id_is_held_briefly(cluster: Cluster) -
     await until(lambda: decode.pinned == blocks)
     assert await cluster.metric(router, "pins_given_up_total", rank="first", reason="retention") == 1
     # It was no one-shot after all. From now on it is a conversation like any other.
-    assert (await guessed.say()).reuse.reason == "expired"
     assert (await guessed.say()).reuse.outcome == "hit"
+    assert decode.pinned > blocks
 
 
 async def test_a_conversation_that_ends_leaves_nothing(cluster: Cluster) -> None:
@@ -206,15 +203,17 @@ async def test_a_conversation_that_ends_leaves_nothing(cluster: Cluster) -> None
         await chat.say(headers={"X-Conversation-End": "true", **more})
         await until(lambda: decode.in_use == 0)
         assert await cluster.conversation(router, chat.id) is None
-    assert await cluster.metric(router, "held_records") == 0
+    assert await cluster.metric(router, "held_pins") == 0
 
 
-async def test_with_hold_s_0_nothing_is_held(cluster: Cluster) -> None:
+async def test_with_hold_s_0_nothing_is_pinned_and_all_is_read(cluster: Cluster) -> None:
     _, decode = await cluster.pair(settings=PATIENT)
     chat = cluster.chat(await cluster.router(hold_s=0))
     await chat.say()
     assert decode.in_use == 0
-    assert (await chat.say()).reuse.reason == "no_record"
+    assert not await is_pinned(cluster, chat)
+    assert (await chat.say()).reuse.outcome == "hit"
+    await until(lambda: decode.in_use == 0, "what was read is let go of")
 
 
 # -- the pin budget
@@ -222,7 +221,7 @@ async def test_with_hold_s_0_nothing_is_held(cluster: Cluster) -> None:
 
 async def test_the_budget_takes_first_requests_then_ended_turns_then_running_tools(cluster: Cluster) -> None:
     _, decode = await cluster.pair(capacity=1000, settings=PATIENT)
-    router = await cluster.router(pin_budget=0.02)
+    router = await cluster.router(pin_budget=0.019)
     tool, ended, first = (
         cluster.chat(router, "tool"),
         cluster.chat(router, "ended"),
@@ -231,15 +230,16 @@ async def test_the_budget_takes_first_requests_then_ended_turns_then_running_too
     await tool.call()
     await ended.say()
     await first.say(f"Who are you? {TEXT}")
-    # Three of them take up most of 20 blocks, and a fourth is too much.
-    assert 14 < decode.pinned <= 20
+    # Three of them take up most of 19 blocks, and a fourth is too much.
+    assert 14 < decode.pinned <= 19
     more = [cluster.chat(router, f"more-{number}") for number in range(4)]
     gone = []
     for chat in more:
-        await chat.call()
-        await until(lambda: decode.pinned <= 20)
+        # (Of equal prompts a newer one's pin has all of an older one's.)
+        await chat.say(f"{chat.id}: {CALL_MARKER} {TEXT}", tools=TOOLS)
+        await until(lambda: decode.pinned <= 19)
         views = (await cluster.get(router, "/v1/conversations")).json["data"]
-        held = {each["id"] for each in views if each["held"]}
+        held = {each["id"] for each in views if each["location"] and each["location"]["pinned_s"]}
         known = {each["id"] for each in views}
         gone.append({each if not each.startswith("c-") else "first" for each in known - held})
     assert [sorted(each) for each in gone] == [
@@ -253,7 +253,7 @@ async def test_the_budget_takes_first_requests_then_ended_turns_then_running_too
     }
     assert ranks == {"first": 1, "turn_end": 1}
     assert (await more[3].result()).reuse.outcome == "hit"
-    assert (await more[0].result()).reuse.reason == "evicted"
+    assert (await more[0].result()).reuse.outcome == "hit"  # nothing was overwritten
 
 
 async def test_one_shots_do_not_take_the_blocks_of_live_requests(cluster: Cluster) -> None:
@@ -314,43 +314,39 @@ async def test_a_client_that_leaves_while_kv_is_read_costs_no_blocks(cluster: Cl
 # -- events and answers, in any order
 
 
-async def test_a_turn_that_comes_before_the_event_waits_for_it(cluster: Cluster) -> None:
+@pytest.mark.parametrize("how", [0.3, "never", "lost"])
+async def test_an_event_that_is_late_or_does_not_come_costs_no_reuse(
+    cluster: Cluster, how: str | float
+) -> None:
     _, decode = await cluster.pair()
-    chat = cluster.chat(await cluster.router(held_event_wait_s=20))
+    chat = cluster.chat(await cluster.router())
     for stream in (False, True):
-        decode.fault(held=0.3, hop="decode")
+        decode.fault(held=how, hop="decode")
         await chat.say(stream=stream)
         assert (await chat.say()).reuse.outcome == "hit"
-    assert await cluster.metric(chat.router, "held_events_missing_total") == 0
 
 
-@pytest.mark.parametrize("how", ["never", "lost"])
-async def test_an_event_that_does_not_come_costs_one_turn_its_reuse(cluster: Cluster, how: str) -> None:
-    _, decode = await cluster.pair()
-    chat = cluster.chat(await cluster.router(held_event_wait_s=0.1))
-    decode.fault(held=how, hop="decode")
-    await chat.say()
-    assert (await chat.say()).reuse.reason == "event_missing"
-    assert (await chat.say()).reuse.outcome == "hit"
-    assert await cluster.metric(chat.router, "held_events_missing_total") == 1
-
-
-async def test_an_event_that_comes_after_the_next_turn_s_takes_nothing_from_it(cluster: Cluster) -> None:
+async def test_an_event_that_comes_after_the_next_turn_s_changes_nothing(cluster: Cluster) -> None:
     _, decode = await cluster.pair(settings=PATIENT)
-    chat = cluster.chat(await cluster.router(held_event_wait_s=0.05))
+    chat = cluster.chat(await cluster.router())
     decode.fault(held=1.0, hop="decode")
     await chat.say()
     first = decode.ranks[0].held
-    assert (await chat.say()).reuse.reason == "event_missing"
+    assert (await chat.say()).reuse.outcome == "hit"
     held = (await cluster.held(chat))["tokens"]
-    # The late one is let go of, since nobody can use it any more.
-    await until(lambda: first[0] not in decode.ranks[0].held)
+    await eventually(lambda: _reaches(cluster.metric(chat.router, "locations_noted_total"), 2))
     assert (await cluster.held(chat))["tokens"] == held
+    assert first[0] not in decode.ranks[0].held
+    assert await cluster.metric(chat.router, "held_blocks") == decode.pinned
     reuse = (await chat.say()).reuse
     assert (reuse.outcome, reuse.tokens) == ("hit", held)
 
 
-async def test_an_answer_that_broke_off_leaves_nothing_even_if_its_event_comes_later(
+async def _reaches(value: Awaitable[float], least: float) -> bool:
+    return await value >= least
+
+
+async def test_an_answer_that_broke_off_leaves_nothing_pinned_even_if_its_event_comes_later(
     cluster: Cluster,
 ) -> None:
     _, decode = await cluster.pair(settings=PATIENT)
@@ -362,13 +358,15 @@ async def test_an_answer_that_broke_off_leaves_nothing_even_if_its_event_comes_l
     assert answer.events[-1]["error"]["code"] == "engine_lost"
     assert len(decode.ranks[0].held) == 1
     await until(lambda: decode.in_use == 0)
-    assert (await cluster.conversation(router))["held"] is None
-    assert (await cluster.chat(router).say()).reuse.reason == "no_record"
+    chat = cluster.chat(router)
+    assert not await is_pinned(cluster, chat)
+    # Its prompt is asked again: all of it is there.
+    assert (await chat.say()).reuse.outcome in ("hit", "partial")
 
 
 async def test_a_router_that_stops_waits_for_what_broke_off_to_be_let_go_of(cluster: Cluster) -> None:
     _, decode = await cluster.pair(settings=PATIENT)
-    router = await cluster.router(held_event_wait_s=20)
+    router = await cluster.router()
     decode.fault(held=0.5, hop="decode", drop=17)
     answer = await cluster.post(router, CHAT, {"messages": [user(TEXT)], "stream": True})
     assert answer.events[-1]["error"]["code"] == "engine_lost"
@@ -377,9 +375,9 @@ async def test_a_router_that_stops_waits_for_what_broke_off_to_be_let_go_of(clus
     assert decode.in_use == 0
 
 
-async def test_a_client_that_hangs_up_at_the_end_keeps_its_record(cluster: Cluster) -> None:
+async def test_a_client_that_hangs_up_at_the_end_keeps_its_pin(cluster: Cluster) -> None:
     _, decode = await cluster.pair()
-    router = await cluster.router(held_event_wait_s=20)
+    router = await cluster.router()
     decode.fault(held=0.2, hop="decode")
     body = {"messages": [user(TEXT)], "stream": True}
     async with aiohttp.ClientSession() as session:
@@ -389,6 +387,7 @@ async def test_a_client_that_hangs_up_at_the_end_keeps_its_record(cluster: Clust
             seen += await response.content.readany()
         response.close()
     chat = cluster.chat(router)
+    assert await is_pinned(cluster, chat)
     chat.messages = [user(TEXT), {"role": "assistant", "content": expected_text([user(TEXT)])}]
     assert (await chat.say()).reuse.outcome == "hit"
 
@@ -401,10 +400,10 @@ async def test_a_client_that_leaves_in_the_middle_leaves_nothing_pinned(cluster:
         asking = asyncio.create_task(
             cluster.post(router, CHAT, body, headers={"X-Conversation-ID": "chat-1"})
         )
-        await until(lambda: decode.running)
+        await until(lambda: decode.running and decode.in_use)
         asking.cancel()
-        await until(lambda: decode.in_use == 0)
-    assert await cluster.metric(router, "requests_total", status="499") == 2
+        await until(lambda: decode.running == 0 and decode.in_use == 0)
+    await eventually(lambda: _reaches(cluster.metric(router, "requests_total", status="499"), 2))
     assert await cluster.metric(router, "in_flight_requests") == 0
 
 
@@ -424,31 +423,16 @@ async def test_a_conversation_deleted_meanwhile_stays_deleted(cluster: Cluster, 
     await asking
     await until(lambda: decode.in_use == 0)
     assert await cluster.conversation(router) is None
-    assert await cluster.metric(router, "records_lost_total", reason="deleted") == 1
-    assert (await chat.say()).reuse.reason == "new"
+    assert (await chat.say()).reuse.outcome == "hit"  # its content is there, whatever its name was
 
 
-async def test_a_budget_of_nothing_holds_nothing(cluster: Cluster) -> None:
+async def test_a_budget_of_nothing_pins_nothing(cluster: Cluster) -> None:
     _, decode = await cluster.pair(settings=PATIENT)
     chat = cluster.chat(await cluster.router(pin_budget=0))
     await chat.say()
-    await until(lambda: decode.in_use == 0)
-    assert (await chat.say()).reuse.reason == "evicted"
-
-
-async def test_of_two_continuations_at_once_one_reads_the_record(cluster: Cluster) -> None:
-    prefill, _ = await cluster.pair()
-    router = await cluster.router()
-    first = cluster.chat(router)
-    await first.say()
-    prefill.fault(hop="prefill", status_delay_s=0.2)
-    both = [cluster.chat(router), cluster.chat(router)]
-    for chat in both:
-        chat.messages = list(first.messages)
-    answers = await asyncio.gather(*(chat.say(f"{number} {TEXT}") for number, chat in enumerate(both)))
-    assert sorted((each.reuse.outcome, each.reuse.reason) for each in answers) == [
-        ("hit", "verified"), ("miss", "in_use"),
-    ]  # fmt: skip
+    assert decode.in_use == 0
+    assert not await is_pinned(cluster, chat)
+    assert (await chat.say()).reuse.outcome == "hit"
 
 
 # -- on the wire
@@ -553,7 +537,8 @@ async def test_requests_with_one_id_do_not_meet(cluster: Cluster) -> None:
 PARAMS = [
     {"do_remote_prefill": True}, {}, None, [], "x", 7, {"remote_block_ids": ["a", "b"]},
     {"do_remote_decode": True, "remote_block_ids": [[-1, 10**12]], "remote_host": "127.0.0.1", "remote_port": -5},
-    {"carryback_release": ["chatcmpl-1"]}, {"hold_s": 10**12, "carryback_key": "mine"},
+    {"carryback_ask": ["tcp://127.0.0.1:1"], "carryback_find": True, "carryback_tip": {"tokens": 10**12}},
+    {"hold_s": 10**12, "carryback_key": "mine"},
 ]  # fmt: skip
 
 
@@ -573,7 +558,7 @@ async def test_a_client_s_own_transfer_parameters_reach_no_engine(cluster: Clust
         for received in engine.requests:
             assert str(received.params["carryback_key"]).startswith("cb")
             assert received.params["hold_s"] in (0, 30, 60, 480)
-            assert "carryback_release" not in received.params
+            assert b"tcp://127.0.0.1:1" not in received.raw.replace(decode.events.encode(), b"")
             assert b"1000000000000" not in received.raw
     assert decode.running == prefill.running == 0
 
@@ -591,16 +576,3 @@ async def test_a_tool_call_in_a_stream_is_the_middle_of_a_turn(cluster: Cluster)
             headers = {"X-Conversation-ID": name}
             await cluster.post(router, path, {**body, "stream": stream}, headers=headers)
             assert (await cluster.conversation(router, name))["boundary"] == "mid_turn", name
-
-
-async def test_no_engine_is_asked_for_what_only_another_conversation_has(cluster: Cluster) -> None:
-    prefill, decode = await cluster.pair()
-    router = await cluster.router()
-    one, two = cluster.chat(router, "one"), cluster.chat(router, "two")
-    await one.say()
-    # The very same history under another id: an id is all that a record is found by.
-    two.messages = list(one.messages)
-    assert (await two.say()).reuse.reason == "new"
-    assert isinstance(prefill, StubEngine)
-    assert prefill.offered == []
-    assert len(decode.ranks[0].held) == 2
