@@ -81,7 +81,7 @@ async def test_each_step_says_what_it_reused(cluster: Cluster, page: Page) -> No
     reuses: dict[str, list[Reuse]] = {}
     for name in ("alpha", "beta"):
         chat = cluster.chat(router, name)
-        reuses[name] = [(await chat.say()).reuse for _ in range(3)]
+        reuses[name] = [(await chat.say(f"I am {name}. {TEXT}")).reuse for _ in range(3)]
     for name, known in reuses.items():
         await expect(steps(page, name)).to_have_count(3)
         for number, reuse in enumerate(known):
@@ -186,7 +186,7 @@ async def test_it_is_used_with_the_keyboard_alone(cluster: Cluster, page: Page) 
     for name in ("alpha", "beta", "gamma"):  # the newest is the first row
         chat = cluster.chat(router, name)
         for number in range(3):
-            await chat.say(headers={"X-Turn-ID": "t", "X-Turn-Step": str(number + 1)})
+            await chat.say(f"I am {name}. {TEXT}", headers={"X-Turn-ID": "t", "X-Turn-Step": str(number + 1)})
     await look(page, router)
     await expect(steps(page, "alpha")).to_have_count(3)
     press = page.keyboard.press

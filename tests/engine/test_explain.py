@@ -113,8 +113,8 @@ async def test_tool_arguments_that_were_written_anew(pair: Pair) -> None:
         assert found["parting"]["where"] == "the answer, message 1 (assistant)"
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-async def test_endpoints_that_engines_turn_into_chats(pair: Pair, path: str) -> None:
+@pytest.mark.parametrize(("path", "number"), [("/v1/responses", 46), ("/v1/messages", 146)])
+async def test_endpoints_that_engines_turn_into_chats(pair: Pair, path: str, number: int) -> None:
     """Tools and calls in them are rendered as the engine renders them, or else it is said."""
     tool = TOOLS[0]["function"]
     if path == "/v1/responses":
@@ -136,7 +136,7 @@ async def test_endpoints_that_engines_turn_into_chats(pair: Pair, path: str) -> 
             {"type": "reasoning", "id": "rs_1", "summary": [], "content": [thought]},
             {"type": "function_call", "call_id": "1", "name": tool["name"], "arguments": '{"query": "x"}'},
             {"type": "custom_tool_call", "call_id": "2", "name": "apply_patch", "input": "*** Begin"},
-            {"type": "function_call_output", "call_id": "1", "output": document(46, 3)},
+            {"type": "function_call_output", "call_id": "1", "output": document(number, 3)},
             {"type": "custom_tool_call_output", "call_id": "2", "output": "done"},
         ]
     else:
@@ -145,23 +145,23 @@ async def test_endpoints_that_engines_turn_into_chats(pair: Pair, path: str) -> 
             {"name": tool["name"], "description": tool["description"], "input_schema": tool["parameters"]}
         ]
         use = {"type": "tool_use", "id": "1", "name": tool["name"], "input": {"query": "x"}}
-        result = {"type": "tool_result", "tool_use_id": "1", "content": document(46, 3)}
+        result = {"type": "tool_result", "tool_use_id": "1", "content": document(number, 3)}
         calls = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
     body = {
-        "model": NAME, field: [{"role": "user", "content": document(47, 8)}, *calls], "tools": tools,
-        "temperature": 0, limit: 32, own: f"It is 10:00. {document(48, 6)}",
+        "model": NAME, field: [{"role": "user", "content": document(number + 1, 8)}, *calls], "tools": tools,
+        "temperature": 0, limit: 32, own: f"It is 10:00. {document(number + 2, 6)}",
     }  # fmt: skip
     async with pair.router(**ON) as client:
         headers = {"X-Conversation-ID": "t"}
         first = await client.post(path, body, headers)
         assert first.status == 200, first.raw
-        second = await client.post(path, {**body, own: f"It is 10:05. {document(48, 6)}"}, headers)
+        second = await client.post(path, {**body, own: f"It is 10:05. {document(number + 2, 6)}"}, headers)
         found = await explained(client, "t")
         assert found["compared"] == "tokens", found["why"]
         check(found, second)
         assert [each["code"] for each in found["causes"]] == ["system_prompt_changed"]
         assert found["parting"]["where"] == "the system prompt"
-        assert found["parting"]["held"].startswith("0. Item 48")
+        assert found["parting"]["held"].startswith(f"0. Item {number + 2}")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -178,13 +178,15 @@ async def thinking(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Asyn
             yield Pair(engines, commands, pair.session)
 
 
-@pytest.mark.parametrize("switches", [[False] * 3, [True] * 3, [False, True, False]])
-async def test_a_template_that_rewrites_old_turns(thinking: Pair, switches: list[bool]) -> None:
+@pytest.mark.parametrize(
+    ("first", "switches"), [(50, [False] * 3), (60, [True] * 3), (70, [False, True, False])]
+)
+async def test_a_template_that_rewrites_old_turns(thinking: Pair, first: int, switches: list[bool]) -> None:
     async with thinking.router(**ON) as client:
         history: list[dict[str, Any]] = []
         before: bool | None = None
         for turn, switch in enumerate(switches):
-            history.append({"role": "user", "content": document(50 + turn, 4)})
+            history.append({"role": "user", "content": document(first + turn, 4)})
             fields = {"chat_template_kwargs": {"enable_thinking": switch}}
             answer = await client.chat(history, "t", tokens=80, **fields)
             answer.assert_same(await client.chat(history, None, reuse=False, tokens=80, **fields))
