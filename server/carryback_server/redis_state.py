@@ -100,8 +100,9 @@ return {_HMGET}
 # at, location
 _LOCATE = """
 local created, at = unpack(redis.call('HMGET', KEYS[1], 'created', 'at'))
-if not created or (tonumber(at) or 0) > tonumber(ARGV[1]) then return end
-redis.call('HSET', KEYS[1], 'at', ARGV[1], 'location', ARGV[2])
+if not created then return 0 end
+if (tonumber(at) or 0) <= tonumber(ARGV[1]) then redis.call('HSET', KEYS[1], 'at', ARGV[1], 'location', ARGV[2]) end
+return 1
 """
 # created, meta
 _SAVE = """
@@ -309,9 +310,10 @@ class RedisState:
         return conversation
 
     @_observed
-    async def locate(self, tenant: str, id: str, location: Location) -> None:
+    async def locate(self, tenant: str, id: str, location: Location) -> bool:
         """See `State.locate`."""
-        await self._eval(_LOCATE, tenant, id, repr(location.at), _encode(location), decode=lambda *_: None)
+        args = repr(location.at), _encode(location)
+        return await self._eval(_LOCATE, tenant, id, *args, decode=lambda *reply: reply[-1] == 1)
 
     @_observed
     async def save(self, conversation: Conversation) -> None:

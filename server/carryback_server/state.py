@@ -179,8 +179,8 @@ class State(Protocol):
             parent: of a new one, the id of the conversation that it was forked from.
         """
 
-    async def locate(self, tenant: str, id: str, location: Location) -> None:
-        """Keep where a request left its KV, unless that of a newer one is known, or the conversation is not."""
+    async def locate(self, tenant: str, id: str, location: Location) -> bool:
+        """Keep where a request left its KV, unless that of a newer one is known; whether the conversation is, still."""
 
     async def save(self, conversation: Conversation) -> None:
         """Keep turn, step, boundary and reuse. Of a deleted one, nothing."""
@@ -261,11 +261,13 @@ class MemoryState:
         conversation.requests += 1
         return copy.copy(conversation)
 
-    async def locate(self, tenant: str, id: str, location: Location) -> None:
+    async def locate(self, tenant: str, id: str, location: Location) -> bool:
         """See `State.locate`."""
-        mine = self._conversations.get(tenant, id)
-        if mine is not None and (mine.location is None or mine.location.at <= location.at):
+        if (mine := self._conversations.get(tenant, id)) is None:
+            return False
+        if mine.location is None or mine.location.at <= location.at:
             mine.location = location
+        return True
 
     async def save(self, conversation: Conversation) -> None:
         """See `State.save`."""

@@ -1,4 +1,4 @@
-"""Several routers that share a Redis: conversations and chains go on at any of them, and nothing is used twice."""
+"""Several routers: conversations and chains go on at any of them, with a Redis that they share and without."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from carryback_server.app import Router
 from carryback_server.letters import Letters
+from carryback_server.redis_state import VERSION
 from cluster import Cluster, eventually
 from redis_server import RedisServer, redis_server
 from service import TEXT, Answer, until, user
@@ -37,7 +38,6 @@ def shared(redis: RedisServer) -> dict[str, Any]:
         "state_prefix": uuid.uuid4().hex,
         "state_key": STATE_KEY,
         "state_timeout_s": 5.0,
-        "held_event_wait_s": 20.0,
     }
 
 
@@ -57,39 +57,104 @@ async def test_a_conversation_goes_on_at_any_replica(
     routers = await replicas(cluster, shared, 3)
     chat = cluster.chat(routers[0], stream=stream)
     for turn in range(6):
-        # At once: the record has to be there as soon as the answer has ended.
+        # At once: whether the state has heard already where the last turn was does not matter.
         reuse = (await chat.say(via=routers[turn % 3])).reuse
         assert reuse.outcome == ("hit" if turn else "miss"), reuse
     for router in routers:
         view = await cluster.conversation(router)
         assert view["requests"] == 6
-        assert view["held"]["tokens"] > 0
+        assert view["location"] is not None
 
 
-async def test_no_record_is_used_twice_however_many_ask(cluster: Cluster, shared: dict[str, Any]) -> None:
-    prefill, _ = await cluster.pair()
-    routers = await replicas(cluster, shared)
-    chat = cluster.chat(routers[0])
-    await chat.say()
-    for _ in range(3):
-        parallel = [cluster.chat(routers[number % 2]) for number in range(8)]
+async def test_a_location_noted_by_one_is_where_another_asks_and_decodes(
+    cluster: Cluster, shared: dict[str, Any]
+) -> None:
+    prefill, first = await cluster.pair()
+    decodes = [first, *[await cluster.engine("decode") for _ in range(3)]]
+    routers = await replicas(cluster, {**shared, "ask_engines": 1}, 3)
+    for router in routers:
+        for engine in decodes:
+            await cluster.hears(router, engine)
+    chats = [cluster.chat(routers[0], f"chat-{number}") for number in range(4)]
+    for turn in range(4):
+        for chat in chats:
+            chat.router = routers[turn % 3]
+            reuse = (await chat.say(f"{chat.id} {turn} {TEXT}")).reuse
+            assert reuse.outcome == ("hit" if turn else "miss")
+            assert len(prefill.requests[-1].params["carryback_ask"]) == 1
+            chat.router = routers[(turn + 1) % 3]  # which sees where that was before it needs it
+            assert (await cluster.held(chat))["tokens"] > reuse.prompt_tokens - 16
+    # One decode engine has each conversation, whoever served it.
+    for chat in chats:
+        began = chat.messages[0]["content"]
+        homes = {
+            engine.url
+            for engine in decodes
+            for each in engine.requests
+            if each.body is not None and each.body["messages"][0]["content"] == began
+        }
+        assert len(homes) == 1
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("id", ["chat-1", None])
+async def test_requests_of_one_conversation_at_once_all_read(
+    cluster: Cluster, shared: dict[str, Any], is_shared: bool, id: str | None
+) -> None:
+    _, decode = await cluster.pair()
+    routers = await replicas(cluster, shared if is_shared else {})
+    for router in routers:
+        await cluster.hears(router, decode)
+    chat = cluster.chat(routers[0], id)
+    length = (await chat.say()).reuse.prompt_tokens
+    for is_first in (True, False, False):
+        parallel = [cluster.chat(routers[number % 2], id) for number in range(8)]
         for each in parallel:
             each.messages = list(chat.messages)
         answers = await asyncio.gather(*(each.say(f"{n} {TEXT}") for n, each in enumerate(parallel)))
-        # Each record was offered at most once: what they leave, another may take.
-        assert [each.reuse.outcome for each in answers].count("hit") <= 1
-        assert len(set(prefill.offered)) == len(prefill.offered)
+        # (From then on another of them was the conversation's last request than the one that goes on.)
+        assert {each.reuse.outcome for each in answers} <= ({"hit"} if is_first else {"hit", "partial"})
+        assert min(each.reuse.tokens for each in answers) >= length // 16 * 16
         chat.messages = parallel[0].messages
-    assert prefill.offered
+        length = answers[0].reuse.prompt_tokens
+    await until(lambda: decode.leased == 0)
 
 
-async def test_a_conversation_deleted_at_another_replica_holds_nothing(
+@pytest.mark.parametrize("id", ["chat-1", None])
+async def test_a_router_that_knows_nothing_reuses_as_well(cluster: Cluster, id: str | None) -> None:
+    """One that has just started, or that shares no state with the one that served the turns before."""
+    await cluster.pair()
+    decodes = [await cluster.engine("decode") for _ in range(3)]
+    old = await cluster.router()
+    chat = cluster.chat(old, id)
+    await chat.say()
+    known = (await chat.say()).reuse
+    new = await cluster.router()
+    for engine in decodes:
+        await cluster.hears(new, engine)
+    reuse = (await chat.say(via=new)).reuse
+    assert (reuse.outcome, reuse.reason) == ("hit", "verified")
+    assert reuse.tokens > known.tokens
+    await cluster.stop(old)
+    assert (await chat.say(via=new)).reuse.tokens > reuse.tokens
+    await cluster.stop(new)
+    newest = await cluster.router()
+    for engine in decodes:
+        await cluster.hears(newest, engine)
+    assert (await chat.say(via=newest)).reuse.outcome == "hit"
+
+
+async def test_a_conversation_deleted_at_another_replica_pins_nothing(
     cluster: Cluster, shared: dict[str, Any]
 ) -> None:
     _, decode = await cluster.pair(settings=PATIENT)
     one, two = await replicas(cluster, shared)
+    for router in (one, two):
+        await cluster.hears(router, decode)
     chat = cluster.chat(one)
     await chat.say()
+    await cluster.held(chat)
+    assert decode.pinned
     assert (await cluster.delete(two, "/v1/conversations/chat-1")).status == 200
     await until(lambda: decode.in_use == 0)
     for router in (one, two):
@@ -101,15 +166,21 @@ async def test_a_conversation_deleted_at_another_replica_holds_nothing(
     assert (await cluster.delete(two, "/v1/conversations/chat-1")).status == 200
     await asking
     await until(lambda: decode.in_use == 0)
-    assert (await chat.say(via=two)).reuse.reason == "new"
+    assert await cluster.conversation(one) is None
+    # It is another conversation from here on. What the engine has still is found.
+    reuse = (await chat.say(via=two)).reuse
+    assert (reuse.outcome, (await cluster.conversation(two))["requests"]) == ("hit", 1)
 
 
-async def test_what_is_held_is_seen_and_counted_once(cluster: Cluster, shared: dict[str, Any]) -> None:
-    _, decode = await cluster.pair()
+async def test_what_is_pinned_is_seen_and_counted_once(cluster: Cluster, shared: dict[str, Any]) -> None:
+    _, decode = await cluster.pair(settings=PATIENT)
     one, two = await replicas(cluster, shared)
+    for router in (one, two):
+        await cluster.hears(router, decode)
     chats = [cluster.chat(router, f"chat-{number}") for number, router in enumerate((one, two))]
     for chat in chats:
-        await chat.say()
+        await chat.say(f"{chat.id} {TEXT}")  # nothing that is pinned for one is the other's as well
+        await cluster.held(chat)
     listed = [(await cluster.get(router, "/v1/conversations")).json["data"] for router in (one, two)]
     assert [each["id"] for each in listed[0]] == [each["id"] for each in listed[1]] == ["chat-1", "chat-0"]
 
@@ -118,9 +189,9 @@ async def test_what_is_held_is_seen_and_counted_once(cluster: Cluster, shared: d
         return min(held) > 0 and sum(held) == decode.pinned
 
     await eventually(is_counted)
-    # Read through the other one: the engine says so to the one that held it.
-    assert (await chats[0].say(via=two)).reuse.outcome == "hit"
-    assert (await chats[1].say(via=one)).reuse.outcome == "hit"
+    # The next turn's pin is the other one's. It has all blocks of the one before, whose end the engine says.
+    for chat, via in zip(chats, (two, one), strict=True):
+        assert (await chat.say(via=via)).reuse.outcome == "hit"
     await eventually(is_counted)
     for router, chat in ((two, chats[0]), (one, chats[1])):
         assert (await cluster.delete(router, f"/v1/conversations/{chat.id}")).status == 200
@@ -132,20 +203,20 @@ async def test_what_is_held_is_seen_and_counted_once(cluster: Cluster, shared: d
     await eventually(is_empty)
 
 
-async def test_a_record_given_up_while_it_is_stored_is_let_go_of(
+async def test_a_pin_that_is_given_up_leaves_a_location_that_all_see(
     cluster: Cluster, shared: dict[str, Any]
 ) -> None:
     _, decode = await cluster.pair(settings=PATIENT)
     one, two = await replicas(cluster, {**shared, "hold_mid_turn_s": 0.0})
-    for number in range(5):
-        await cluster.chat(one, f"chat-{number}").call(stream=bool(number % 2))
+    for router in (one, two):
+        await cluster.hears(router, decode)
+    chats = [cluster.chat(one, f"chat-{number}") for number in range(5)]
+    for number, chat in enumerate(chats):
+        await chat.call(stream=bool(number % 2))
+        await cluster.held(chat)
     await until(lambda: decode.in_use == 0)
-    for number in range(5):
-        assert (await cluster.conversation(two, f"chat-{number}"))["held"] is None
-    _, decode_2 = await cluster.pair(settings=PATIENT)
-    router = await cluster.router(**{**shared, "state_prefix": "other"}, pin_budget=0)
-    await asyncio.gather(*(cluster.chat(router, f"chat-{number}").say() for number in range(5)))
-    await until(lambda: decode.in_use == decode_2.in_use == 0)
+    for chat in chats:
+        assert (await chat.result(via=two)).reuse.outcome == "hit"
 
 
 async def test_a_replica_that_ends_leaves_its_conversations_to_the_others(
@@ -172,7 +243,8 @@ async def test_tenants_do_not_meet_in_a_shared_state(cluster: Cluster, shared: d
     assert [each["tenant"] for each in listed] == ["guests"]
     assert (await cluster.delete(routers[1], "/v1/conversations/chat-1", key=GUESTS)).status == 200
     assert (await one.say(via=routers[1])).reuse.outcome == "hit"
-    assert (await two.say(via=routers[1])).reuse.reason == "new"
+    assert (await cluster.conversation(routers[0], key=GUESTS)) is None
+    assert (await cluster.conversation(routers[0], key=ACME))["requests"] == 5
 
 
 # -- engines
@@ -200,7 +272,8 @@ async def test_engines_posted_to_one_replica_reach_all(cluster: Cluster, shared:
         await cluster.hears(router, new)
     assert (await chat.say()).reuse.outcome == "hit"
     assert (await chat.say(via=routers[1])).reuse.outcome == "hit"
-    await until(lambda: old.in_use == 0)
+    assert (await cluster.delete(routers[0], "/v1/conversations/chat-1")).status == 200
+    await until(lambda: old.in_use == new.in_use == 0)
 
 
 async def test_redis_gives_routers_no_engines(
@@ -223,7 +296,7 @@ async def test_redis_gives_routers_no_engines(
     def names(router: Router) -> set[str]:
         return {each.site.url for each in router.pipeline.pool.of("decode") if not each.is_draining}
 
-    channel = f"{shared['state_prefix']}:1:messages"
+    channel = f"{shared['state_prefix']}:{VERSION}:messages"
     said = []
     with redis.client.pubsub(ignore_subscribe_messages=True) as pubsub:
         pubsub.subscribe(channel)
@@ -283,64 +356,73 @@ async def test_without_a_key_routers_tell_each_other_nothing(
     body = {"engines": [{"role": each.role, "url": each.url} for each in (prefill, decode)]}
     answer = await cluster.admin(router, "POST", "/admin/engines", body)
     assert (answer.status, answer.error["param"]) == (409, "state_key")
-    assert redis.client.publish(f"{shared['state_prefix']}:1:messages", json.dumps(body)) == 0
+    assert redis.client.publish(f"{shared['state_prefix']}:{VERSION}:messages", json.dumps(body)) == 0
 
 
 # -- Redis is gone
 
 
 @pytest.mark.parametrize("how", ["killed", "hangs"])
-async def test_without_redis_there_is_service_and_no_reuse(cluster: Cluster, how: str) -> None:
+async def test_without_redis_there_is_service_and_reuse(cluster: Cluster, how: str) -> None:
     _, decode = await cluster.pair(settings=PATIENT)
+    await cluster.engine("decode", settings=PATIENT)
     with redis_server() as redis:
         router = await cluster.router(state=redis.url, state_timeout_s=0.3 if how == "hangs" else 5.0)
+        for engine in cluster.engines[1:]:
+            await cluster.hears(router, engine)
         chat = cluster.chat(router)
 
-        async def hits() -> bool:
-            return (await chat.say("And then? " + TEXT)).reuse.outcome == "hit"
+        async def has_listing() -> bool:  # a machine that is busy may make it wait
+            return (await cluster.get(router, "/v1/conversations")).status == 200
 
-        # A machine that is busy may make it wait.
-        await eventually(hits)
+        await eventually(has_listing)
+        await chat.say()
+        assert (await chat.say()).reuse.outcome == "hit"
         if how == "killed":
             redis.kill()
         else:
             redis.pause()
         for stream in (True, False):
-            assert (await chat.say(stream=stream)).reuse.reason == "state_unavailable"
+            assert (await chat.say(stream=stream)).reuse.outcome == "hit"
         fresh = cluster.chat(router, "chat-2")
-        assert (await fresh.say()).reuse.reason == "state_unavailable"
+        assert (await fresh.say("Something else. " + TEXT)).reuse.reason == "new"
+        assert (await fresh.say()).reuse.outcome == "hit"
         listing = await cluster.get(router, "/v1/conversations")
         assert (listing.status, listing.error["code"]) == (503, "state_unavailable")
         assert (await cluster.delete(router, "/v1/conversations/chat-1")).status == 503
-        lost = await cluster.metric(router, "records_lost_total", reason="state_unavailable")
-        assert lost > 0
-        chat.messages.clear()
-        fresh.messages.clear()
+
+        async def is_counted() -> bool:
+            return await cluster.metric(router, "locations_lost_total") > 0
+
+        await eventually(is_counted)
         if how == "killed":
             redis.start()
         else:
             redis.resume()
-        await eventually(hits)
-        assert (await cluster.get(router, "/v1/conversations")).status == 200
+        await eventually(has_listing)
+        assert (await chat.say()).reuse.outcome == "hit"
+        assert (await cluster.conversation(router))["requests"] > 0
         await cluster.stop(router)
     assert decode.running == 0
 
 
 async def test_a_router_starts_without_redis_and_takes_it_when_it_comes(cluster: Cluster) -> None:
-    await cluster.pair()
+    _, decode = await cluster.pair()
     redis = RedisServer()
     try:
         router = await cluster.router(state=redis.url)
+        await cluster.hears(router, decode)
         chat = cluster.chat(router)
-        assert (await chat.say()).reuse.reason == "state_unavailable"
+        assert (await chat.say()).reuse.reason == "new"
+        assert (await chat.say()).reuse.outcome == "hit"
         assert (await cluster.get(router, "/ready")).status == 200
         redis.start()
-        chat.messages.clear()
 
-        async def hits() -> bool:
-            return (await chat.say()).reuse.outcome == "hit"
+        async def is_remembered() -> bool:
+            assert (await chat.say()).reuse.outcome == "hit"
+            return await cluster.conversation(router) is not None
 
-        await eventually(hits)
+        await eventually(is_remembered)
         await cluster.stop(router)
     finally:
         redis.close()
@@ -359,7 +441,7 @@ async def test_a_wrong_cursor_of_one_tenant_costs_others_nothing(
         answer = await cluster.get(router, f"/v1/conversations?after={after}", key=ACME)
         assert (answer.status, answer.error["param"]) == (400, "after")
         assert (await chat.say()).reuse.outcome == "hit"
-    assert await cluster.metric(router, "records_lost_total", reason="state_unavailable") == 0
+    assert await cluster.metric(router, "locations_lost_total") == 0
 
 
 async def test_junk_in_redis_is_no_500(cluster: Cluster, shared: dict[str, Any], redis: RedisServer) -> None:
@@ -377,15 +459,15 @@ async def test_junk_in_redis_is_no_500(cluster: Cluster, shared: dict[str, Any],
     assert (answer.status, answer.error["code"]) == (404, "response_not_found")
     body = {"input": TEXT, "previous_response_id": response}
     assert (await cluster.post(router, RESPONSES, body)).status == 404
-    for field in ("params", "head"):
+    for field in ("location", "at", "meta", "created"):
         chat = cluster.chat(router, field)
-        await chat.say()
+        await chat.say(f"{field} {TEXT}")
         await cluster.held(chat)
-        for key in redis.client.scan_iter(f"{shared['state_prefix']}:*:record"):
+        for key in redis.client.scan_iter(f"{shared['state_prefix']}:*:conversation"):
             redis.client.hset(key, field, b"junk")
-        assert (await chat.say()).reuse.outcome == "miss"
         assert (await cluster.get(router, "/v1/conversations")).status == 200
-        await chat.say()
+        assert (await chat.say()).reuse.outcome == "hit"
+        assert (await cluster.conversation(router, field))["requests"] == 1
         await cluster.held(chat)
         assert (await chat.say()).reuse.outcome == "hit"
     assert await cluster.metric(router, "state_junk_total") > 0
@@ -428,7 +510,7 @@ async def test_a_chain_of_responses_is_one_conversation(
 ) -> None:
     # A24
     await cluster.pair()
-    settings = {**(shared if is_shared else {"held_event_wait_s": 20.0}), "api_keys": KEYS}
+    settings = {**(shared if is_shared else {}), "api_keys": KEYS}
     one, two = await replicas(cluster, settings) if is_shared else [await cluster.router(**settings)] * 2
     chain = Chain(cluster, ACME)
     r1, first = await chain.ask(one, TEXT)

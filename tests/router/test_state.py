@@ -153,7 +153,7 @@ async def test_what_is_deleted_stays_deleted(state: State) -> None:
     assert deleted is not None
     assert (deleted.id, deleted.location) == ("a", location(key="k"))
     await state.save(conversation)
-    await state.locate("t", "a", location(2000.0))
+    assert not await state.locate("t", "a", location(2000.0))
     assert await state.get("t", "a") is None
     assert await state.delete("t", "a") is None
     assert (await state.page("t", 10)).items == []
@@ -258,7 +258,7 @@ async def test_the_newest_requests_location_wins_whichever_comes_last(
     await one.open("t", "a")
     await two.locate("t", "a", location(1000.25, "second"))
     assert await where(one) == location(1000.25, "second")
-    await one.locate("t", "a", location(1000.125, "first"))
+    assert await one.locate("t", "a", location(1000.125, "first")), "it is known"
     assert await where(two) == location(1000.25, "second")
     # The same request's again: what its engine says later of it.
     await two.locate("t", "a", location(1000.25, "second", until=0.0))
@@ -342,7 +342,7 @@ def test_whatever_happens_the_newest_location_of_what_is_known_is_there(
                 assert opened.turn == turns.setdefault(which, "")
             elif name == "locate":
                 told = location(float(at), f"key{count}")
-                await state.locate(*which, told)
+                assert await state.locate(*which, told) == (which in there)
                 if which in there and ((before := there[which]) is None or before.at <= at):
                     there[which] = told
             elif name == "delete":

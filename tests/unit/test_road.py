@@ -598,6 +598,41 @@ async def test_several_pins_of_one_name_end_with_the_conversation() -> None:
     assert await world.location() is None
 
 
+async def test_nothing_stays_pinned_for_a_conversation_that_is_known_no_more() -> None:
+    """Another router may have been told to delete it."""
+    world = World()
+    key, _, _ = await world.ask()
+    await world.state.delete("t", "c")
+    await world.held(world.decodes[0], key)
+    assert world.decodes[0].released == [key]
+    assert len(world.holding.pins) == 0
+    assert await world.location() is None
+
+
+async def test_what_an_engine_says_is_newer_than_what_was_noted_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    locate, noted = world.state.locate, []
+
+    async def later(tenant: str, id: str, location: Location) -> bool:
+        noted.append(location)
+        if len(noted) == 1:  # it is on its way for longer than what is noted after it
+            while len(noted) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        return await locate(tenant, id, location)
+
+    monkeypatch.setattr(world.state, "locate", later)
+    key, _, _ = await world.ask()
+    await asyncio.sleep(0)
+    await world.held(world.decodes[0], key)
+    assert [each.tokens for each in noted] == [0, 64]
+    location = await world.location()
+    assert location is not None
+    assert (location.tokens, location.tip) == (64, TIP)
+
+
 async def test_what_another_router_pinned_ends_with_the_conversation_too() -> None:
     world = World()
     world.holding.drop("t", "c", at(world.decodes[0], until=NOW + 10))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -115,7 +116,8 @@ class Holding:
         known, engine = decode.conversation.location, decode.engine
         if known is None or (known.engine, known.run) != (engine.name, engine.run):
             turn = decode.conversation.turn
-            location = Location(engine.name, engine.run, key, 0, 0.0, turn, b"", decode.came)
+            at = math.nextafter(decode.came, 0)  # what the event says is newer, whichever is stored first
+            location = Location(engine.name, engine.run, key, 0, 0.0, turn, b"", at)
             self.spawn(self._note(decode, location, blocks=0))
 
     # -- hold
@@ -159,11 +161,16 @@ class Holding:
         with decode.trace.step("hold") as step:
             step.set(tokens=location.tokens, blocks=blocks)
             try:
-                await self._state.locate(decode.conversation.tenant, decode.conversation.id, location)
+                is_known = await self._state.locate(
+                    decode.conversation.tenant, decode.conversation.id, location
+                )
             except StateDown:
                 self._metrics.locations_lost.inc()
-            else:
-                self._metrics.locations_noted.inc()
+                return
+        if is_known:
+            self._metrics.locations_noted.inc()
+        elif (pin := self.pins.remove(location.key)) is not None:  # it was deleted, perhaps at another router
+            pin.engine.release(pin.key)
 
     def _retention(self, decode: Expected) -> tuple[Rank, float]:
         """How likely the conversation is to come back, and how long it is waited for, in seconds."""
