@@ -264,8 +264,12 @@ class Peers:
             peer.silent, peer.left_out_until = 0, -math.inf
             request = self._by_lease.get(event.lease)
             question = self._questions.get(request) if request is not None else None
-            # (Of one that comes too late, the lease was ended already.)
-            if question is not None and not question.is_decided:
+            # (Of one that comes too late, the lease was ended already. And an engine publishes on all its links.)
+            if (
+                question is not None
+                and not question.is_decided
+                and question.leases.get(event.lease) == address
+            ):
                 question.answers[address] = event
                 question.waits_for.discard(address)
 

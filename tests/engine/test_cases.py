@@ -202,6 +202,7 @@ async def test_a_record_that_was_tampered_with_is_not_read(
 async def test_a6_a_stream_is_passed_on_as_it_comes(pair: Pair, client: Client) -> None:
     body = {
         "model": NAME, "messages": prompt(6), "max_tokens": 60, "min_tokens": 60, "temperature": 0, "stream": True,
+        "cache_salt": client.salt,
     }  # fmt: skip
     headers = {"X-Conversation-ID": "a6"}
     async with client.session.post(
