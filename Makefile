@@ -26,8 +26,8 @@ ifdef TEST_ARGS
 	$(BIN)/python -m pytest $(TEST_ARGS)
 else
 	@failed=0; \
-	$(BIN)/python -m pytest -n 4 tests/unit tests/clients tests/router tests/dashboard tests/deploy || failed=1; \
-	$(BIN)/python -m pytest tests/packaging || failed=1; \
+	$(BIN)/python -m pytest -n 4 --dist loadgroup tests/packaging tests/unit tests/clients tests/router tests/dashboard \
+		tests/deploy || failed=1; \
 	$(BIN)/python -m pytest tests/engine || failed=1; \
 	$(BIN)/python -m pytest tests/hosts || failed=1; \
 	exit $$failed

@@ -15,6 +15,8 @@ settings.load_profile("shared")
 
 # Engines start once for all tests of these.
 _WITH_ENGINES = {Path(__file__).parent / name for name in ("engine", "hosts")}
+# What they install is made once, so one process runs them all (`--dist loadgroup`).
+_PACKAGING = Path(__file__).parent / "packaging"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,6 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not _WITH_ENGINES.isdisjoint(item.path.parents):
             item.add_marker(pytest.mark.engine)
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+        elif _PACKAGING in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("packaging"))
 
 
 @pytest.fixture(autouse=True)

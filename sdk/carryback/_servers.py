@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import openai
@@ -50,6 +51,16 @@ class _Server:
         """For the tasks of this loop: one asks, the others wait for what it hears."""
         return self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
 
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """A question. An error is an answer, too, and what is no answer is noted."""
+        try:
+            yield
+        except openai.APIStatusError as error:
+            self.answered(error.status_code, error.response.headers)
+        except openai.APIError as error:
+            self.failed(error)
+
     def answered(self, status: int, headers: Mapping[str, str]) -> None:
         """Take an answer to the question. An overloaded server, or a gateway without one, says nothing of what it is."""
         if _is_carryback(headers):
@@ -76,13 +87,9 @@ def takes_ids(client: openai.OpenAI) -> bool:
     if server.is_due:
         with server.lock:
             if server.is_due:
-                try:
+                with server.asking():
                     response = client.request(Response, _question())
                     server.answered(response.status_code, response.headers)
-                except openai.APIStatusError as error:
-                    server.answered(error.status_code, error.response.headers)
-                except openai.APIError as error:
-                    server.failed(error)
     return bool(server.is_ours)
 
 
@@ -94,13 +101,9 @@ async def atakes_ids(client: openai.AsyncOpenAI) -> bool:
     if server.is_due:
         async with server.turn:
             if server.is_due:
-                try:
+                with server.asking():
                     response = await client.request(Response, _question())
                     server.answered(response.status_code, response.headers)
-                except openai.APIStatusError as error:
-                    server.answered(error.status_code, error.response.headers)
-                except openai.APIError as error:
-                    server.failed(error)
     return bool(server.is_ours)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -165,9 +165,8 @@ class Router:
         )
         self.connections[name] = limited = Connections(
             limits,
-            owner=self._owner if name == "clients" else lambda headers: "",
             on_closed=lambda reason: self.metrics.connections_closed.labels(reason).inc(),
-            on_malformed=lambda: self.metrics.requests.labels("unknown", "400").inc(),
+            on_malformed=lambda status: self.metrics.requests.labels("unknown", str(status)).inc(),
         )
         # A client that goes away cancels its handler, and with it both hops.
         runner = Port(
@@ -188,12 +187,6 @@ class Router:
         await web.TCPSite(runner, host, port, reuse_port=self._share_ports or None).start()
         host, port = runner.addresses[0][:2]
         return f"http://{in_url(host)}:{port}"
-
-    def _owner(self, headers: Mapping[str, str]) -> str:
-        try:
-            return self.tenants.of(headers).name
-        except ApiError:
-            return ""
 
     async def stop(self) -> None:
         """Finish what is under way, release what is held, disconnect.
@@ -310,7 +303,7 @@ class Router:
         )
 
     async def _refuse(self, request: web.Request) -> web.Response:
-        self.tenants.of(request.headers)
+        self.tenants.sender(request)
         raise refused(request.path)
 
     async def _response(self, request: web.Request) -> web.Response:
@@ -325,7 +318,7 @@ class Router:
         return web.Response(body=found, content_type="application/json")
 
     async def _models(self, request: web.Request) -> web.Response:
-        tenant = self.tenants.of(request.headers)
+        tenant = self.tenants.sender(request)
         async with tenant.admit():
             return await self._models_of(tenant)
 
@@ -338,7 +331,7 @@ class Router:
         raise ApiError(503, "no engine is up", code="no_engine")
 
     async def _list(self, request: web.Request) -> web.Response:
-        tenant = self.tenants.of(request.headers)
+        tenant = self.tenants.sender(request)
         async with tenant.admit():
             return await self._listing(request, tenant.name)
 
@@ -356,7 +349,7 @@ class Router:
         )
 
     async def _get(self, request: web.Request) -> web.Response:
-        tenant = self.tenants.of(request.headers)
+        tenant = self.tenants.sender(request)
         async with tenant.admit():
             found = await self.pipeline.state.get(tenant.name, request.match_info["id"])
         if found is None:
@@ -364,7 +357,7 @@ class Router:
         return _json(self._view(found))
 
     async def _delete(self, request: web.Request) -> web.Response:
-        tenant = self.tenants.of(request.headers)
+        tenant = self.tenants.sender(request)
         async with tenant.admit():
             return await self._delete_of(request, tenant.name)
 

@@ -11,7 +11,7 @@ import logging
 import resource
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,6 +25,8 @@ from carryback_server.errors import ApiError
 
 logger = logging.getLogger("carryback")
 
+OWNER = web.RequestKey("owner", str)
+"The tenant that sent a request; whoever answers it says so."
 # Of open files, kept for the operators' port, Redis, events, health probes, logs and what Python itself opens.
 RESERVED_FILES = 256
 # A request takes its client's connection, one to a prefill engine and one to a decode engine.
@@ -83,22 +85,19 @@ class Connections:
     """All connections of one port.
 
     Args:
-        owner: the tenant that headers are of; empty if of none.
         on_closed: called with a reason for each connection that is closed or refused for a limit: `too_many`,
             `too_many_of_address`, `head_timeout`.
-        on_malformed: called for each request that is no HTTP.
+        on_malformed: called with the status of the answer to each request that is no HTTP.
     """
 
     def __init__(
         self,
         limits: Limits,
         *,
-        owner: Callable[[Mapping[str, str]], str],
         on_closed: Callable[[str], None],
-        on_malformed: Callable[[], None],
+        on_malformed: Callable[[int], None],
     ) -> None:
         self.limits = limits
-        self.owner = owner
         self.on_closed = on_closed
         self.on_malformed = on_malformed
         self._open: dict[Connection, None] = {}  # the oldest first
@@ -148,10 +147,10 @@ class Connections:
             if not idle:
                 del self._idle[connection.owner]
 
-    def rests(self, connection: Connection, headers: Mapping[str, str]) -> None:
-        """All of its requests are answered, the last one with these headers."""
+    def rests(self, connection: Connection, owner: str) -> None:
+        """All of its requests are answered, the last one of this tenant; empty if of none."""
         if connection in self._open:
-            connection.owner = self.owner(headers)
+            connection.owner = owner
             self._idle.setdefault(connection.owner, {})[connection] = None
 
     def forget(self, connection: Connection) -> None:
@@ -281,7 +280,7 @@ class Connection(RequestHandler):
         finished = await super().finish_response(request, resp, start_time)
         self._answered += 1
         if self.is_waiting:
-            self._connections.rests(self, request.headers)
+            self._connections.rests(self, request.get(OWNER, ""))
         if self._is_half_closed and not self._messages:
             self.close()
         return finished
@@ -301,8 +300,8 @@ class Connection(RequestHandler):
             logger.error("the HTTP server failed (%s)", type(exc).__name__)
             error = ApiError(500, "the router failed; its log says why", code="router_failed")
         else:
-            self._connections.on_malformed()
             error = _malformed(exc, self._connections.limits)
+            self._connections.on_malformed(error.status)
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun")
         response = error.response({"Server": "carryback"})

@@ -36,7 +36,7 @@ class OneHop:
         Raises:
             ApiError: it is malformed or not allowed, or no engine is up.
         """
-        tenant = self.tenants.of(request.headers)
+        tenant = self.tenants.sender(request)
         async with tenant.admit(), self.bodies.room(tenant) as room:
             read = await self.bodies.read(request, room)
             body, looked = await self.bodies.parse(read, request.path, tenant)

@@ -203,11 +203,11 @@ class Bodies:
                 piece = _decode(decoder, b"")
         if decoder is not None and not decoder.eof:
             raise _wrong_encoding()
-        is_light = size <= _UNCOUNTED_BYTES or (size <= LIGHT_BYTES and commas <= LIGHT_COMMAS)
         is_quick = size <= _QUICK_BYTES and commas <= _QUICK_COMMAS
         if len(pieces) > 1 and not is_quick:
             await self._my_turn()  # to copy it
-        return Read(pieces[0] if len(pieces) == 1 else b"".join(pieces), is_light, is_quick)
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return Read(data, is_light(data), is_quick)
 
     async def _my_turn(self) -> None:
         """Wait for a turn of the event loop in which no other body is worked on: what all ask for has a turn between."""

@@ -36,6 +36,7 @@ from typing import Annotated, Any
 
 import msgspec
 import yaml
+from aiohttp import web
 from carryback.wire.outside import Malformed, decode
 from limits import RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage, RedisStorage
@@ -45,6 +46,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from carryback_server.config import ConfigError
+from carryback_server.connections import OWNER
 from carryback_server.errors import ApiError
 
 logger = logging.getLogger("carryback")
@@ -285,6 +287,12 @@ class Tenants:
         tenant = self._keys.get(_digest(key))
         if tenant is None:
             raise _refusal("the API key is not known")
+        return tenant
+
+    def sender(self, request: web.Request) -> Tenant:
+        """`of` a request, whose connection is the tenant's from then on."""
+        tenant = self.of(request.headers)
+        request[OWNER] = tenant.name
         return tenant
 
     def reload(self) -> bool:

@@ -40,7 +40,7 @@ logger = init_logger("vllm.carryback")
 EPOCH = "carryback_epoch"
 # A holder that says nothing for so long is not waited for: what was read of it is computed instead.
 ASK_TIMEOUT_S = 3.0
-# Holders asked at a time. One answers in about a millisecond.
+# Holders asked at a time.
 _ASKERS = 4
 # What is asked of the workers that leaves the weights as they are. All else may change them: trainers bring
 # methods of their own, whose names nobody knows.

@@ -33,7 +33,7 @@ from .conftest import CASES, CHART, MODEL, POD_IP, TENANT, Manifest, Release, re
 
 OLDEST, NEWEST = "1.27", "1.37"
 PORTS = {"router": [8000, 8001], "prefill": [8100, 8101, 8102], "decode": [8200, 8201, 8202], "redis": [6379]}
-SECRETS = ["CARRYBACK_KEY", "CARRYBACK_EVENTS_KEY", "VLLM_API_KEY", "REDIS_PASSWORD"]
+SECRETS = ["CARRYBACK_KEY", "CARRYBACK_EVENTS_KEY", "VLLM_API_KEY", "CARRYBACK_STATE_KEY", "REDIS_PASSWORD"]
 
 Become = Callable[[Mapping[str, str]], None]
 
@@ -182,6 +182,8 @@ def test_the_router_s_settings_are_right(release: Release, tmp_path: Path, clean
     assert settings.events_key is not None
     assert settings.events_key.get_secret_value() == "<CARRYBACK_EVENTS_KEY>"
     assert settings.engine_api_key == "<VLLM_API_KEY>"
+    assert settings.state_key is not None  # or operators could not change the engines
+    assert settings.state_key.get_secret_value() == "<CARRYBACK_STATE_KEY>" * 2
     (deployment,) = [
         each for each in release.all("Deployment") if each["metadata"]["name"].endswith("-router")
     ]

@@ -227,6 +227,19 @@ class Pair:
             },
         )
 
+    @asynccontextmanager
+    async def beside(self, folder: Path, *args: str) -> AsyncIterator[Pair]:
+        """Another pair with the same model, and more arguments for vLLM. This one stands still meanwhile.
+
+        Args:
+            folder: for its logs.
+        """
+        argv = self.commands[0].argv
+        commands = commands_for(Path(argv[argv.index("--model") + 1]), *args)
+        with self.paused("prefill", "decode"):
+            async with running(commands, folder) as pair:
+                yield pair
+
     @contextmanager
     def paused(self, *roles: str) -> Iterator[None]:
         """Stop engines for a while, so that others have the cores to themselves."""
@@ -268,6 +281,17 @@ class Pair:
         return await self.pinned(role) == 0
 
 
+@asynccontextmanager
+async def running(commands: list[EngineCommand], folder: Path) -> AsyncIterator[Pair]:
+    """A pair that is started, and logs to a folder."""
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
+        Engines(commands, log_dir=folder, restart_wait_s=0.1) as engines,
+    ):
+        await engines.wait_ready()
+        yield Pair(engines, commands, session)
+
+
 async def eventually(check: Callable[[], Awaitable[bool]], within_s: float, message: str) -> None:
     """Wait until `check` holds; fail with the message if it does not in time."""
     try:
@@ -299,8 +323,7 @@ def commands_for(model_path: Path, *args: str, **settings: Any) -> list[EngineCo
 async def serve(folder: Path) -> None:
     """Run a pair until interrupted, for `CARRYBACK_TEST_ENGINES`: quick runs of single tests."""
     commands = commands_for(make_tiny_model(folder / "tiny", CHAT_TEMPLATE))
-    async with Engines(commands, log_dir=folder) as engines:
-        await engines.wait_ready()
+    async with running(commands, folder):
         (folder / "engines.json").write_text(json.dumps([asdict(command) for command in commands]))
         print(f"CARRYBACK_TEST_ENGINES={folder / 'engines.json'}", flush=True)
         await asyncio.Event().wait()

@@ -9,14 +9,12 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from carryback_server.supervisor import Engines
-from pair import NAME, Answer, Client, Pair, commands_for, document
+from pair import NAME, Answer, Client, Pair, document
 
 TOKENS = 4
 OFF = {"X-Carryback-Reuse": "off"}
@@ -56,12 +54,8 @@ FORMS = [
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def caching(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     """A second pair of engines, with prefix caching."""
-    argv = pair.commands[0].argv
-    commands = commands_for(Path(argv[argv.index("--model") + 1]), "--enable-prefix-caching")
-    with pair.paused("prefill", "decode"):
-        async with Engines(commands, log_dir=tmp_path_factory.mktemp("billing")) as engines:
-            await engines.wait_ready()
-            yield Pair(engines, commands, pair.session)
+    async with pair.beside(tmp_path_factory.mktemp("billing"), "--enable-prefix-caching") as caching:
+        yield caching
 
 
 @dataclass

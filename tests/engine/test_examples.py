@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from carryback_server.supervisor import Engines
-from pair import Client, Pair, commands_for
+from pair import Client, Pair
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -28,13 +27,11 @@ ENGINE_ARGS = (
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def client(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Client]:
     """A client of a router before engines with a long context."""
-    argv = pair.commands[0].argv
-    commands = commands_for(Path(argv[argv.index("--model") + 1]), *ENGINE_ARGS)
-    with pair.paused("prefill", "decode"):
-        async with Engines(commands, log_dir=tmp_path_factory.mktemp("examples")) as engines:
-            await engines.wait_ready()
-            async with Pair(engines, commands, pair.session).router() as client:
-                yield client
+    async with (
+        pair.beside(tmp_path_factory.mktemp("examples"), *ENGINE_ARGS) as roomy,
+        roomy.router() as client,
+    ):
+        yield client
 
 
 def reused(calls: list[Call]) -> int:

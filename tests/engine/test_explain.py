@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from carryback_server.supervisor import Engines
-from pair import BLOCK, NAME, Answer, Client, Pair, commands_for, document
+from pair import BLOCK, NAME, Answer, Client, Pair, document
 from test_reuse import TOOLS
 from tiny_model import no_whitespace
 
@@ -169,13 +167,8 @@ async def thinking(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Asyn
     """A second pair of engines, with a template that has a switch for thinking."""
     folder = tmp_path_factory.mktemp("thinking")
     (folder / "template.jinja").write_text(TEMPLATE)
-    argv = pair.commands[0].argv
-    model_path = Path(argv[argv.index("--model") + 1])
-    commands = commands_for(model_path, "--chat-template", str(folder / "template.jinja"))
-    with pair.paused("prefill", "decode"):
-        async with Engines(commands, log_dir=folder) as engines:
-            await engines.wait_ready()
-            yield Pair(engines, commands, pair.session)
+    async with pair.beside(folder, "--chat-template", str(folder / "template.jinja")) as thinking:
+        yield thinking
 
 
 @pytest.mark.parametrize(

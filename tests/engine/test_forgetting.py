@@ -10,16 +10,13 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 from carryback_server import model
-from carryback_server.supervisor import Engines
-from pair import Answer, Client, Pair, commands_for, document, eventually
+from pair import Answer, Client, Pair, commands_for, document, eventually, running
 from tiny_model import make_tiny_adapter, make_tiny_model
 
 # As RL trainers have one: what it is named nobody knows.
@@ -68,14 +65,8 @@ async def trained(models: dict[str, Path], tmp_path_factory: pytest.TempPathFact
             VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
             PYTHONPATH=":".join([str(folder), *sys.path]),
         )
-    async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
-        )
-        engines = Engines(commands, log_dir=tmp_path_factory.mktemp("logs"), restart_wait_s=0.1)
-        await stack.enter_async_context(engines)
-        await engines.wait_ready()
-        yield Pair(engines, commands, session)
+    async with running(commands, tmp_path_factory.mktemp("logs")) as pair:
+        yield pair
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -8,25 +8,18 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from carryback_server.supervisor import Engines
-from pair import BLOCK, Pair, commands_for, document
+from pair import BLOCK, Pair, document
 from test_random import EDITS, TOKENS, check_history
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def caching(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     """A second pair of engines, with prefix caching."""
-    argv = pair.commands[0].argv
-    model_path = Path(argv[argv.index("--model") + 1])
-    commands = commands_for(model_path, "--enable-prefix-caching")
-    with pair.paused("prefill", "decode"):
-        async with Engines(commands, log_dir=tmp_path_factory.mktemp("caching")) as engines:
-            await engines.wait_ready()
-            yield Pair(engines, commands, pair.session)
+    async with pair.beside(tmp_path_factory.mktemp("caching"), "--enable-prefix-caching") as caching:
+        yield caching
 
 
 async def test_random_histories_with_caches(caching: Pair) -> None:

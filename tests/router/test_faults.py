@@ -20,6 +20,7 @@ import aiohttp
 import openai
 import pytest
 from carryback_server.config import EngineConfig
+from carryback_server.engines import Role
 from raw_server import RawServer, whole
 from service import ENDPOINTS, TEXT, Answer, Serve, Service, request_to, said, until, user
 from stub_engine import CALL_MARKER, Settings, StubEngine, expected, expected_text
@@ -67,7 +68,8 @@ def is_error_event(path: str, answer: Answer, code: str) -> bool:
 async def test_a_prefill_engine_that_fails_is_replaced_by_another(
     serve: Serve, fault: dict[str, Any]
 ) -> None:
-    service = await serve(2, 1, prefill_timeout_s=1.0 if {"hang", "load_delay_s"} & set(fault) else 30)
+    timeout_s = 3.0 if {"hang", "load_delay_s"} & set(fault) else 30
+    service = await serve(2, 1, prefill_timeout_s=timeout_s, held_event_wait_s=30)
     bad, good = service.prefills
     for number in range(30):
         await first_turn(service, f"c{number}")
@@ -85,7 +87,8 @@ async def test_a_prefill_engine_that_fails_is_replaced_by_another(
     if fault != {"hang": True}:
         await until(lambda: len(service.decode.ranks[0].held) == number + 1, "one is held for each chat")
     third = [*SECOND, said(answer.text), user("Go on.")]
-    assert (await service.chat(third, f"c{number}")).reuse.outcome == "hit"
+    reuse = (await service.chat(third, f"c{number}")).reuse
+    assert (reuse.outcome, reuse.reason) == ("hit", "verified")
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
@@ -491,6 +494,14 @@ class Odd:
                 writer.close()
 
 
+@asynccontextmanager
+async def odd_engine(role: Role) -> AsyncIterator[tuple[Odd, EngineConfig, StubEngine]]:
+    """It, what a router is told of it, and the stub engine whose events are taken to be its own."""
+    odd = Odd()
+    async with StubEngine(role) as heard, RawServer(odd.handle) as raw:
+        yield odd, heard.config().model_copy(update={"url": raw.url}), heard
+
+
 GARBAGE = [
     (b"", True),
     (b"SSH-2.0-OpenSSH_9.6\r\n", True),
@@ -514,9 +525,7 @@ GARBAGE = [
 
 
 async def test_a_prefill_engine_that_answers_garbage_is_done_without(serve: Serve) -> None:
-    odd = Odd()
-    async with StubEngine("prefill") as heard, RawServer(odd.handle) as raw:
-        config = heard.config().model_copy(update={"url": raw.url})
+    async with odd_engine("prefill") as (odd, config, _):
         service = await serve(0, 1, engines=[config], ejection_failures=1000)
         for odd.answer, odd.closes in GARBAGE:
             answer = await service.chat(FIRST)
@@ -525,9 +534,7 @@ async def test_a_prefill_engine_that_answers_garbage_is_done_without(serve: Serv
 
 
 async def test_a_decode_engine_that_answers_garbage_harms_nobody(serve: Serve) -> None:
-    odd = Odd()
-    async with StubEngine("decode") as heard, RawServer(odd.handle) as raw:
-        config = heard.config().model_copy(update={"url": raw.url})
+    async with odd_engine("decode") as (odd, config, _):
         service = await serve(1, 0, engines=[config], ejection_failures=1000, prefill_lease_s=0.1)
         for odd.answer, odd.closes in GARBAGE:
             for stream in (False, True):
@@ -559,12 +566,10 @@ FOREIGN = [
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize(("status", "kind", "page"), FOREIGN)
 async def test_a_page_of_a_proxy_is_an_error_object(
-    serve: Serve, role: str, status: int, kind: str, page: bytes, path: str
+    serve: Serve, role: Role, status: int, kind: str, page: bytes, path: str
 ) -> None:
-    odd = Odd()
-    odd.answer, odd.closes = whole(page, status=f"{status} Odd", kind=kind), False
-    async with StubEngine(role) as heard, RawServer(odd.handle) as raw:  # type: ignore[arg-type]
-        config = heard.config().model_copy(update={"url": raw.url})
+    async with odd_engine(role) as (odd, config, _):
+        odd.answer, odd.closes = whole(page, status=f"{status} Odd", kind=kind), False
         counts = (0, 1) if role == "prefill" else (1, 0)
         service = await serve(*counts, engines=[config], ejection_failures=1000, prefill_lease_s=0.1)
         answer = await service.post(path, {"model": "stub", "messages": FIRST, "max_tokens": 8})
@@ -579,18 +584,12 @@ async def test_a_page_of_a_proxy_is_an_error_object(
 
 async def test_a_compressed_answer_is_passed_on_plain_and_understood(serve: Serve) -> None:
     """By a mesh that was not asked to: body and headers agree, and turn end, tool calls and errors are seen."""
-    odd = Odd()
-    odd.closes = False
     ask: dict[str, object] = {
         "messages": [{"role": "user", "content": f"{CALL_MARKER} Look."}],
         "tools": TOOLS,
     }
-    async with (
-        StubEngine("decode") as heard,
-        RawServer(odd.handle) as raw,
-        aiohttp.ClientSession() as session,
-    ):
-        config = heard.config().model_copy(update={"url": raw.url})
+    async with odd_engine("decode") as (odd, config, heard), aiohttp.ClientSession() as session:
+        odd.closes = False
         service = await serve(1, 0, engines=[config], prefill_lease_s=0.1)
         for number, stream in enumerate((False, True)):
             async with session.post(heard.url + CHAT, json={**ask, "stream": stream}) as response:
@@ -615,13 +614,7 @@ async def test_a_compressed_answer_is_passed_on_plain_and_understood(serve: Serv
 
 
 async def test_a_decode_engine_may_frame_its_answer_as_it_likes(serve: Serve) -> None:
-    odd = Odd()
-    async with (
-        StubEngine("decode") as heard,
-        RawServer(odd.handle) as raw,
-        aiohttp.ClientSession() as session,
-    ):
-        config = heard.config().model_copy(update={"url": raw.url})
+    async with odd_engine("decode") as (odd, config, heard), aiohttp.ClientSession() as session:
         service = await serve(1, 0, engines=[config], prefill_lease_s=0.1)
         for stream in (False, True):
             async with session.post(heard.url + CHAT, json={"messages": FIRST, "stream": stream}) as response:

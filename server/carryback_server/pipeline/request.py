@@ -105,7 +105,7 @@ class Pipeline:
         Raises:
             ApiError: the request is malformed or not allowed, or no engine can serve it.
         """
-        tenant = self.tenants.of(request.headers)
+        tenant = self.tenants.sender(request)
         context.entry.tenant = tenant.name
         async with tenant.admit(), self.bodies.room(tenant) as room:
             with context.trace.step("identify"):
