@@ -116,7 +116,7 @@ async def test_an_answer_that_stops_is_held_for_longer(pair: Pair) -> None:
         await eventually(lambda: is_held(client, conversation), 10, "nothing is held")
         view = await viewed(client, conversation)
         assert view["boundary"] == "turn_end"
-        assert 100 < view["location"]["pinned_s"] < 480
+        assert 100 < view["location"]["pinned_s"] <= 480
         # What the router says of the engine is what the engine says of itself.
         assert await pair.pinned("decode") > 0
         await eventually(lambda: agree(pair, client), 10, "the router counts otherwise than the engine")
@@ -230,8 +230,8 @@ async def test_metrics_tell_what_is_held(pair: Pair) -> None:
         conversation = uuid.uuid4().hex
         await held(pair, client, conversation)
         values = await client.metrics()
-        assert values['carryback_pins{engine="decode"}'] == 1
-        assert values['carryback_pinned_tokens{engine="decode"}'] > 0
+        assert values['carryback_held_pins{engine="decode"}'] == 1
+        assert values['carryback_held_tokens{engine="decode"}'] > 0
         assert values['carryback_reuse_total{outcome="miss",reason="new"}'] == 1
         assert values['carryback_prompt_tokens_total{source="recomputed"}'] > 500
         assert values['carryback_time_to_first_token_seconds_count{outcome="miss"}'] == 1
