@@ -42,6 +42,7 @@ from carryback_vllm.guard import Guard
 from carryback_vllm.holds import LEASE, MAX_LEASED, MAX_LEASED_BY_ALL, Holds
 from carryback_vllm.layout import address_of_rank, split_kv_heads, why_not_read
 from carryback_vllm.line import PATIENCE_S, Line
+from carryback_vllm.match import Match
 from carryback_vllm.peers import TIMEOUT_S, Peers, Question
 from carryback_vllm.seal import VERSION, Sealer, sealed_as
 
@@ -63,38 +64,6 @@ logger = init_logger("vllm.carryback")
 MAX_PINNED = 0.9
 # Why nothing was reused, after a fault of the plug-in's own.
 FAULT = "plugin_failed"
-
-
-@dataclass
-class _Match:
-    """What a request may read, decided once, and what became of it.
-
-    Attributes:
-        blocks: leading full blocks of the prompt that it reads, those in its own prefix cache included.
-        expected: tokens that the conversation's last request left at a decode engine; 0 if nobody knows.
-        is_changed: the prompt does not begin with those; None: it is shorter.
-        reason: why not more is read; empty where all is.
-        found, holder, asked: see `_report`.
-        is_looked_up: vLLM has looked up what it has in this engine's own prefix cache.
-        allocated: when it was given blocks to read into.
-        began: when it was scheduled to be computed,
-        scheduled: and how many tokens the engine had scheduled until then.
-    """
-
-    blocks: int = 0
-    expected: int = 0
-    is_changed: bool | None = False
-    reason: str = ""
-    found: int = 0
-    holder: str = ""
-    asked: int = 0
-    is_looked_up: bool = False
-    cached_tokens: int = 0
-    read_tokens: int = 0
-    allocated: float = 0.0
-    read_s: float = 0.0
-    began: float = 0.0
-    scheduled: int = 0
 
 
 class _Billed(PrefillStats):
@@ -164,7 +133,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         self._waiting: dict[str, float] = {}
 
         # What this engine reads of others, by request.
-        self._matches: dict[str, _Match] = {}
+        self._matches: dict[str, Match] = {}
         self._reading: set[str] = set()
         self._peers: Peers | None = None
         self._threshold: int = self.kv_recompute_threshold
@@ -516,7 +485,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
     def _compute(self, request: Request) -> None:
         """After a fault of ours: the request reads nothing, waits for nobody, and is computed."""
         params = request.kv_transfer_params or {}
-        self._matches[request.request_id] = _Match(reason=FAULT)
+        self._matches[request.request_id] = Match(reason=FAULT)
         self._waiting.pop(request.request_id, None)
         self._read_nothing(request, params)
         params["do_remote_prefill"] = False
@@ -559,14 +528,14 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
     def _is_unanswered(self, request: Request) -> bool:
         return request.request_id not in self._matches and self._is_asked(request)
 
-    def _decide(self, request: Request, params: dict[str, Any]) -> _Match | None:
+    def _decide(self, request: Request, params: dict[str, Any]) -> Match | None:
         """What a request may read; None while decode engines are still to say what they have."""
         if (match := self._matches.get(request.request_id)) is not None:
             return match
         if params.get("do_remote_prefill"):
             match = self._match_prompt(request, params)
         elif not params.get("do_remote_decode"):
-            match = _Match()
+            match = Match()
         else:
             question = None
             if self._is_asked(request):
@@ -577,7 +546,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         self._matches[request.request_id] = match
         return match
 
-    def _match_found(self, request: Request, params: dict[str, Any], question: Question | None) -> _Match:
+    def _match_found(self, request: Request, params: dict[str, Any], question: Question | None) -> Match:
         """What a prefill engine reads of what decode engines have, and why not more."""
         match = self._expect(request, params)
         if question is None:
@@ -602,17 +571,17 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             self._read_nothing(request, params)
         return match
 
-    def _expect(self, request: Request, params: dict[str, Any]) -> _Match:
+    def _expect(self, request: Request, params: dict[str, Any]) -> Match:
         """What a prompt can be expected to find, by what its conversation's last request left."""
         tip = params.pop("carryback_tip", None)
         tokens, digest = (tip.get("tokens"), tip.get("digest")) if isinstance(tip, dict) else (0, "")
         if not isinstance(tokens, int) or not isinstance(digest, str) or tokens < self._hash_block_size:
-            return _Match()
+            return Match()
         full = tokens // self._hash_block_size
         own = self._sealer.digests(request.block_hashes[full - 1 : full]).hex()
         usable = (request.num_prompt_tokens - 1) // self._hash_block_size
         # Of a prompt that is shorter nobody can tell.
-        return _Match(
+        return Match(
             expected=min(full, usable) * self._hash_block_size, is_changed=own != digest if own else None
         )
 
@@ -638,7 +607,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         params.update(record)
         return ""
 
-    def _match_prompt(self, request: Request, params: dict[str, Any]) -> _Match:
+    def _match_prompt(self, request: Request, params: dict[str, Any]) -> Match:
         """A decode engine reads a prompt's KV whole, or computes the prompt itself."""
         common, held = self._sealer.common_blocks(params, request.block_hashes)
         tokens = params.get("remote_num_tokens") or 0
@@ -649,7 +618,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             and common == held == tokens // self._hash_block_size
             and tail == params["carryback"]["tail"]
         ):
-            return _Match(max(common, 1))
+            return Match(max(common, 1))
         logger.error(
             "carryback: request %s is not the prompt whose KV it came with (%d of %d tokens match); "
             "computing it here. The two hops must send the same prompt to engines of the same block size.",
@@ -658,7 +627,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             tokens,
         )
         self._declined(params, "prompt_differs")
-        return _Match(reason="prompt_differs")
+        return Match(reason="prompt_differs")
 
     def _tail(self, request: Request, tokens: int) -> str:
         start = tokens // self._hash_block_size * self._hash_block_size
@@ -715,7 +684,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         self._line.leave(request_id)
         self._loaded.discard(request_id)
 
-    def _asks_again(self, request: Request, params: dict[str, Any], match: _Match) -> bool:
+    def _asks_again(self, request: Request, params: dict[str, Any], match: Match) -> bool:
         """Whether engines are asked once more, now that a prompt's turn has come: too much was leased before."""
         addresses = params.pop("_carryback_ask", None)
         if match.reason != "too_many_leases" or not addresses:
@@ -731,7 +700,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         params = request.kv_transfer_params
         if params is None:
             return 0, False
-        match: _Match | None = None
+        match: Match | None = None
         with self._guarded(lambda: self._compute(request)):
             # "None": vLLM asks again in its next step, and goes on to who comes behind.
             if self._cache is not None and self._cache.skipped == request.request_id:
@@ -837,7 +806,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
 
     def request_finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         params = request.kv_transfer_params
-        match = self._matches.pop(request.request_id, None) or _Match()
+        match = self._matches.pop(request.request_id, None) or Match()
         self._waiting.pop(request.request_id, None)
         with self._guarded():
             self._leave_line(request.request_id)
@@ -873,10 +842,10 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             self._say(request, record, match)
         return is_kept, record
 
-    def _say(self, request: Request, record: dict[str, Any], match: _Match) -> None:
+    def _say(self, request: Request, record: dict[str, Any], match: Match) -> None:
         """Say what a prefill did, in its answer, and in an event for a router that waits."""
         params = request.kv_transfer_params or {}
-        record["carryback_reuse"] = reuse = _report(request, match)
+        record["carryback_reuse"] = reuse = match.report(request.num_prompt_tokens)
         record["remote_prefill_cached_tokens"] = reuse["tokens"] + reuse["cached"]
         if match.began:
             compute_s, computed = time.perf_counter() - match.began, self._scheduled - match.scheduled
@@ -953,39 +922,3 @@ def _has_ended(request: Request) -> bool:
         and request.sampling_params is not None
         and bool(request.sampling_params.stop)
     )
-
-
-def _report(request: Request, match: _Match) -> dict[str, Any]:
-    """What a prefill did, for the router: tokens that were read, that this engine had in its own prefix cache, and that
-    it computed; the most that a decode engine had, which one (its id), and how many have answered; and why not more."""
-    prompt, read, cached = request.num_prompt_tokens, match.read_tokens, match.cached_tokens
-    reused = read + cached
-    # A shorter prompt that was not found whole was cut somewhere in the middle, most likely.
-    is_changed = reused < match.expected if match.is_changed is None else match.is_changed
-    is_whole = reused >= match.expected and not is_changed
-    reason = match.reason
-    if reason == "nothing" and cached:
-        reason = "local_cache"
-    if reason in ("", "nothing", "local_cache"):
-        if is_changed:
-            reason = "history_changed"
-        elif reused < match.expected:
-            reason = "overwritten"
-        elif not reused:
-            reason = "new"
-        else:
-            reason = reason or "verified"
-    return {
-        "outcome": "miss"
-        if not reused
-        else "hit"
-        if is_whole and reason in ("verified", "local_cache")
-        else "partial",
-        "tokens": read,
-        "cached": cached,
-        "recomputed": max(prompt - reused, 0),
-        "reason": reason,
-        "found": match.found,
-        "holder": match.holder,
-        "asked": match.asked,
-    }
