@@ -312,7 +312,7 @@ class Router:
         Raises:
             ApiError: 404, there is none with this id.
         """
-        tenant = self.tenants.of(request.headers)
+        tenant = self.tenants.sender(request)
         async with tenant.admit():
             found = await self.pipeline.chains.get(tenant.name, request.match_info["id"])
         return web.Response(body=found, content_type="application/json")
