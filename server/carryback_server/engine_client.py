@@ -206,7 +206,7 @@ class Engines(Protocol):
         """
 
     def askable(self, prefill: EngineClient) -> Sequence[EngineClient]:
-        """The decode engines that a prefill engine can ask what they have of a prompt, and read from."""
+        """The decode engines that a prefill engine can ask what they have of a prompt."""
 
     def find(self, name: str) -> EngineClient | None:
         """The decode engine of this name."""

@@ -98,12 +98,10 @@ class Pool:
         return [each for each in sound if each in (alike or up)] or sound or working or up
 
     def askable(self, prefill: EngineClient) -> list[Engine]:
-        """The decode engines that a prefill engine can ask what they have of a prompt, and read from."""
-        return [
-            each
-            for each in self._minders
-            if each.role == "decode" and each.is_up and each.is_heard and prefill.name not in each.mismatches
-        ]
+        """The decode engines that a prefill engine can ask what they have of a prompt: those that it can read from, if
+        there are any."""
+        heard = [each for each in self._minders if each.role == "decode" and each.is_up and each.is_heard]
+        return [each for each in heard if prefill.name not in each.mismatches] or heard
 
     def of_run(self, run: str) -> Engine | None:
         """The decode engine that has this id now."""
