@@ -28,6 +28,7 @@ class Server:
     Attributes:
         mode: what it does with completions.
         seen: the headers of each completion, and its body.
+        told: the commands that came over the link of its events.
     """
 
     def __init__(self, run: str, models: list[str]) -> None:
@@ -36,6 +37,7 @@ class Server:
         self.mode: Literal["ok", "fail", "hang"] = "ok"
         self.is_well = True
         self.seen: list[tuple[dict[str, str], Any]] = []
+        self.told: list[events.Command] = []
         self.hellos = 0
         self.seq = 0
         self.pinned = 0
@@ -53,17 +55,18 @@ class Server:
         self.host = f"[{host}]" if ":" in host else host
         self.url = f"http://{self.host}:{self.port}"
         self._context = zmq.asyncio.Context()
-        self._publisher = self._context.socket(zmq.PUB)
+        self._publisher = self._context.socket(zmq.XPUB)
         self._publisher.setsockopt(zmq.IPV6, 1)
         if key is not None:
             self._publisher.curve_publickey, self._publisher.curve_secretkey = curve.key_pair(key)
             self._publisher.curve_server = True
         self.events_port = self._publisher.bind_to_random_port(f"tcp://{self.host}")
         self.events = f"tcp://{self.host}:{self.events_port}"
-        self._hello = asyncio.create_task(self._say_hello())
+        self._tasks = [asyncio.create_task(self._say_hello()), asyncio.create_task(self._hear())]
 
     async def stop(self) -> None:
-        self._hello.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._context.destroy(linger=0)
         await self._runner.cleanup()
 
@@ -77,7 +80,7 @@ class Server:
         self.seq += 1
         self.pinned += blocks
         await self.publish(
-            events.Held(self.run, self.seq, key, "r", 64, blocks, 60.0, b"{}", b"", self.pinned)
+            events.Held(self.run, self.seq, key, 64, blocks, 60.0, b"", self.pinned)
         )
 
     async def let_go(self, key: str) -> None:
@@ -90,6 +93,11 @@ class Server:
             await self.publish(events.Hello(self.run, self.seq, self.pinned, 1000))
             self.hellos += 1
             await asyncio.sleep(0.02)
+
+    async def _hear(self) -> None:
+        while True:
+            if (command := events.decode_command(await self._publisher.recv())) is not None:
+                self.told.append(command)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.is_well else 503)
@@ -112,14 +120,14 @@ class Watched:
     def __init__(self, engines: list[EngineConfig], **settings: Any) -> None:
         self.metrics = Metrics()
         self.events: list[Any] = []
-        self.lost: list[tuple[str, str | None]] = []
+        self.lost: list[str] = []
         fast = {"probe_interval_s": 0.02, "probe_timeout_s": 5.0, "ejection_s": 0.05, "ejection_failures": 3}
         self.pool = Pool(
             RouterConfig(engines=engines, **{**fast, **settings}),
             self.metrics,
             router_id=ROUTER,
             on_event=lambda engine, event: self.handle(event),
-            on_lost=lambda engine, run: self.lost.append((engine.name, run)),
+            on_lost=lambda engine: self.lost.append(engine.name),
         )
 
     def handle(self, event: Any) -> None:
@@ -217,12 +225,10 @@ async def test_each_request_has_the_engines_key_and_the_traces_headers(world: Wo
     for server, key in ((one, "all"), (other, "own")):
         engine = watched.engine(server)
         await complete(engine, traceparent="00-1-2-01")
-        assert await engine.release(["r"])
-        (sent, _), (released, body) = server.seen
-        assert sent["authorization"] == released["authorization"] == f"Bearer {key}"
+        [(sent, _)] = server.seen
+        assert sent["authorization"] == f"Bearer {key}"
         assert sent["x-request-id"] == "r1"
         assert sent["traceparent"] == "00-1-2-01"
-        assert body["kv_transfer_params"] == {"carryback_release": ["r"], "hold_s": 0}
         assert key not in str(engine.view())
 
 
@@ -235,10 +241,8 @@ async def test_each_rank_is_an_engine_that_is_addressed_as_such(world: World) ->
         f"tcp://127.0.0.1:{server.events_port + rank}" for rank in (0, 1)
     ]
     await complete(ranks[1])
-    await ranks[1].release(["r"])
-    await ranks[1].withdraw({"remote_engine_id": "e"})
     await complete(ranks[0])
-    assert [headers["x-data-parallel-rank"] for headers, _ in server.seen] == ["1", "1", "1", "0"]
+    assert [headers["x-data-parallel-rank"] for headers, _ in server.seen] == ["1", "0"]
 
 
 async def test_ipv6_addresses_are_bracketed_everywhere(
@@ -268,10 +272,57 @@ async def test_events_say_what_is_pinned_and_a_new_run_loses_all(world: World) -
     await server.let_go(ROUTER + "1")
     await until(lambda: engine.pinned == 0 and len(watched.events) == 2)
     assert [type(event).__name__ for event in watched.events] == ["Held", "Released"]
-    assert watched.lost == [(engine.name, "run1")]
+    assert watched.lost == [engine.name]
     server.models, server.run = ["n"], "run2"
     await until(lambda: engine.models == ["n"])
-    assert watched.lost == [(engine.name, "run1"), (engine.name, "run2")]
+    assert watched.lost == [engine.name, engine.name]
+
+
+async def test_what_an_engine_is_told_comes_over_the_link_of_its_events(world: World) -> None:
+    server, silent = await world.server(), await world.server()
+    watched = await world.pool([server.config(), silent.config()])
+    engine, other = watched.engine(server), watched.engine(silent)
+    engine.go("k1", {"carryback_cached": 1})
+    engine.release("k1", "k2")
+    await until(lambda: len(server.told) == 2)
+    assert server.told == [events.Go("k1", b'{"carryback_cached":1}'), events.Release(["k1", "k2"])]
+    assert await engine.forget()
+    assert server.told[2:] == [events.Forget()]
+    # Whoever says nothing any more was perhaps not told.
+    silent._tasks[0].cancel()
+    assert not await other.forget()
+    assert not other.is_heard
+    other.release("k3")
+    assert 'carryback_releases_total{role="decode"} 2.0' in watched.metrics.exposition().decode()
+
+
+async def test_whom_a_prefill_engine_can_ask(world: World) -> None:
+    prefill, one, two, silent = [await world.server(f"run{number}") for number in range(4)]
+    configs = [prefill.config("prefill"), one.config(), two.config(), silent.config()]
+    watched = await world.pool(configs)
+    asker = watched.engine(prefill)
+
+    def asked() -> set[str]:
+        return {each.url for each in watched.pool.askable(asker)}
+
+    assert asked() == {one.url, two.url, silent.url}
+    silent._tasks[0].cancel()
+    await until(lambda: asked() == {one.url, two.url})
+    watched.engine(two).is_drained = True  # what it has can be read
+    assert asked() == {one.url, two.url}
+    watched.engine(two).mismatches = {asker.name: []}
+    assert asked() == {one.url}
+    watched.engine(one).mismatches = {asker.name: []}
+    assert asked() == {one.url, two.url}  # for these, engines say why not
+    assert watched.pool.of_run("run2") is watched.engine(two)
+    assert watched.pool.of_run("run0") is None  # it does not decode
+    # Where other engines reach one is what it says, if it does.
+    assert watched.engine(one).events_address == one.events
+    watched.engine(one).about = {"events": "tcp://10.0.0.9:1"}
+    assert watched.engine(one).events_address == "tcp://10.0.0.9:1"
+    for wrong in ("", 7, None):
+        watched.engine(one).about = {"events": wrong}
+        assert watched.engine(one).events_address == one.events
 
 
 async def test_one_event_that_cannot_be_handled_is_not_the_last(
@@ -332,7 +383,7 @@ async def test_an_engine_that_has_ended_is_gone_and_one_that_comes_back_is_up(wo
         await complete(engine)
     assert caught.value.is_over  # it never got the request
     assert watched.pool.of("decode") == []
-    await until(lambda: (engine.name, None) in watched.lost)
+    await until(lambda: watched.lost.count(engine.name) == 2)
     again = await world.server("run2", port=server.port)
     await until(lambda: watched.pool.of("decode") == [engine])
     assert await complete(engine) == 200
@@ -447,12 +498,12 @@ async def test_a_reload_keeps_what_stays_and_drains_what_goes(world: World) -> N
     goes.go_on.set()
     assert await request == 200  # it goes on to its end
     assert watched.pool.find(leaving.name) is leaving  # what it holds can still be read
-    assert (leaving.name, None) not in watched.lost
+    assert watched.lost.count(leaving.name) == 1
     await goes.let_go(ROUTER + "1")
-    await until(lambda: (leaving.name, None) in watched.lost)
+    await until(lambda: watched.lost.count(leaving.name) == 2)
     assert watched.pool.find(leaving.name) is None
     assert f'engine="{leaving.name}"' not in _gauges(watched.metrics)
-    assert (kept.name, None) not in watched.lost
+    assert watched.lost.count(kept.name) == 1
 
 
 async def test_an_engine_that_holds_on_is_forgotten_in_the_end(world: World) -> None:
@@ -463,7 +514,7 @@ async def test_an_engine_that_holds_on_is_forgotten_in_the_end(world: World) -> 
     await until(lambda: engine.pinned == 5)
     await watched.pool.apply([])
     await until(lambda: not watched.pool.engines)
-    assert (engine.name, None) in watched.lost
+    assert watched.lost.count(engine.name) == 2
 
 
 async def test_an_engine_that_comes_back_while_it_drains_is_the_same(world: World) -> None:
