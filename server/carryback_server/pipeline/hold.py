@@ -187,14 +187,11 @@ class Holding:
     # -- give up
 
     def drop(self, tenant: str, conversation: str, location: Location | None) -> None:
-        """A conversation is over: give up what is pinned for it, and what is yet to be."""
+        """A conversation is over: give up what is pinned for it. What is yet to be ends once the state says so."""
         pins = self.pins.of(tenant, conversation)
         for pin in pins:
             self.pins.remove(pin.key)
             pin.engine.release(pin.key)
-        for key, decode in list(self._decodes.items()):
-            if (decode.conversation.tenant, decode.conversation.id) == (tenant, conversation):
-                del self._decodes[key]
         # Another router may have it pinned.
         if location is not None and location.until and location.key not in {pin.key for pin in pins}:
             engine = self._engines.find(location.engine)
