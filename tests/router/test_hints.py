@@ -49,13 +49,24 @@ async def test_one_such_header_on_many_conversations_joins_none(cluster: Cluster
     assert {each["parent"] for each in listed} == {None}
 
 
-async def test_a_hint_that_changes_is_named_as_the_cause(cluster: Cluster) -> None:
+async def test_a_hint_that_changes_costs_nothing_while_the_kv_is_there(cluster: Cluster) -> None:
     await cluster.pair()
+    chat = cluster.chat(await cluster.router(conversation_headers="X-Correlation-ID"), None)
+    for number in range(3):
+        answer = await chat.say(headers={"X-Correlation-ID": f"request-{number}"})
+        assert answer.reuse.outcome == ("hit" if number else "miss")
+
+
+async def test_a_hint_that_changes_is_named_as_the_cause(cluster: Cluster) -> None:
+    _, decode = await cluster.pair()
     router = await cluster.router(explain_bytes=2**24, conversation_headers="X-Correlation-ID")
     chat = cluster.chat(router, None)
     for number in range(3):
         answer = await chat.say(headers={"X-Correlation-ID": f"request-{number}"})
         assert answer.reuse.reason == "new"
+        # Nothing is left of it, and its name is of no help.
+        forgot = await cluster.admin(router, "POST", f"/admin/engines/{decode.url[7:]}/forget")
+        assert forgot.status == 200
 
     async def causes(id: str) -> list[dict[str, str]]:
         told = await cluster.admin(router, "GET", f"/admin/conversations/default/{id}/explain")

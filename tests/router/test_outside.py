@@ -62,25 +62,6 @@ async def test_keys_of_requests_cannot_be_guessed(cluster: Cluster) -> None:
     assert all(len(key.partition(".")[2]) == 16 for key in keys)
 
 
-@pytest.mark.parametrize(
-    "record", [b"[" * 100_000, b"{}", b'{"carryback":7}', b"\xff", b'{"carryback":{},"a":[[[[[1]]]]]}']
-)
-async def test_what_is_held_and_cannot_be_read_is_computed(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, record: bytes
-) -> None:
-    def frames(event: events.Event) -> tuple[bytes, bytes]:
-        return events.encode(replace(event, record=record) if isinstance(event, events.Held) else event)
-
-    await cluster.engine("prefill")
-    decode = await cluster.engine("decode", frames=frames)
-    router = await cluster.router()
-    await cluster.hears(router, decode)
-    chat = cluster.chat(router)
-    await chat.say()
-    answer = await chat.say()
-    assert (answer.status, answer.reuse.outcome, answer.reuse.reason) == (200, "miss", "unverified")
-
-
 async def test_probes_go_on_after_a_fault(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     faults = iter([RuntimeError("one"), RecursionError("two")])
     show = Engine.show

@@ -193,15 +193,19 @@ class World:
         """One request: the key of its decode, what the prefill hop gave, and its answer."""
         reported: list[Prefilled] = []
 
+        def report(prefilled: Prefilled) -> None:
+            reported.append(prefilled)
+            self.context.entry.reuse = prefilled.reuse
+
         async def on_answer(decoding: Decoding, answer: Answer) -> tuple[str, Answer]:
             relay(decoding, answer)
             if ending:
-                self.holding.ended(decoding.key, ending)
+                self.holding.ended(decoding.key, ending, self.context.had)
             return decoding.key, answer
 
         self.context = RequestContext(ENDPOINTS[CHAT], Trace({}), entry := Entry(CHAT), Step(entry))
         self.context.asked = asked or await self.asked()
-        key, got = await carry(self.shared, self.context, reported.append, on_answer)
+        key, got = await carry(self.shared, self.context, report, on_answer)
         assert not any(each.in_flight for each in (*self.prefills, *self.decodes))
         return key, reported[0], got
 
@@ -535,7 +539,7 @@ async def test_where_a_conversation_is_and_what_is_pinned_for_it_is_noted() -> N
     key, _, _ = await world.ask()
     assert world.decodes[0].requests[0]["hold_s"] == 300
     await world.held(world.decodes[0], key)
-    assert await world.location() == Location("d0", "run-d0", key, 64, NOW + 480, "turn", TIP, NOW)
+    assert await world.location() == Location("d0", "run-d0", key, 64, NOW + 300, "turn", TIP, NOW)
     [pin] = world.holding.pins.of("t", "c")
     assert (pin.key, pin.tokens, pin.blocks) == (key, 64, 4)
     assert 299 < pin.time_left <= 300
@@ -638,6 +642,40 @@ async def test_what_another_router_pinned_ends_with_the_conversation_too() -> No
     world.holding.drop("t", "c", at(world.decodes[0], until=NOW + 10))
     world.holding.drop("t", "c", at(world.decodes[0], until=NOW + 10, run="another run"))
     assert world.decodes[0].released == ["k-last"]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_a_conversation_that_moved_is_not_pinned_twice(is_whole: bool) -> None:
+    world = World(decode=2)
+    one, two = world.decodes
+    two.load = 10**9
+    key, _, _ = await world.ask()
+    await world.held(one, key)
+    one.load, two.load = 10**9, 0
+    if not is_whole:
+        world.prefills[0].does = [given("history_changed", outcome="partial", tokens=32)]
+    moved, _, _ = await world.ask()
+    assert one.released == []
+    await world.held(two, moved)
+    assert one.released == ([key] if is_whole else [])
+    assert {pin.key for pin in world.holding.pins.of("t", "c")} == {moved, *([] if is_whole else [key])}
+
+
+@pytest.mark.parametrize("hold_s", [float("nan"), float("inf"), -1.0])
+async def test_what_an_engine_makes_up_harms_nothing(hold_s: float) -> None:
+    world = World()
+    for tokens in (-(2**60), 2**60):
+        key, _, _ = await world.ask()
+        held = Held("run-d0", 1, key, tokens, 4, hold_s, b"x" * 10**6, 4)
+        world.holding.on_event(world.decodes[0], held)
+        await asyncio.sleep(0.001)
+        location = await world.location()
+        assert location is not None
+        assert location.tip == b""
+        assert location.tokens >= 0
+        _, _, got = await world.ask()
+        assert got.status == 200
+        assert world.prefills[0].load == 0
 
 
 async def test_pins_over_the_budget_are_given_up_and_an_engine_unpins_by_itself() -> None:

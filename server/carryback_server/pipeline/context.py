@@ -18,7 +18,7 @@ from carryback_server.live import Live, Step
 from carryback_server.metrics import Metrics
 from carryback_server.pipeline.hold import Holding
 from carryback_server.pipeline.place import TokenEstimate
-from carryback_server.state import Conversation
+from carryback_server.state import Conversation, Location
 from carryback_server.tracing import Trace
 
 
@@ -95,3 +95,10 @@ class RequestContext:
     def elapsed_s(self) -> float:
         """Seconds since it came."""
         return asyncio.get_running_loop().time() - self.started
+
+    @property
+    def had(self) -> Location | None:
+        """Where the conversation was before, if the request has had all of that."""
+        location, reuse = self.asked.conversation.location, self.entry.reuse
+        is_whole = location is not None and location.tip and reuse is not None and reuse.outcome == "hit"
+        return location if is_whole else None

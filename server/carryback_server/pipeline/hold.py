@@ -27,6 +27,8 @@ EVENT_LOST_S = 60.0
 EVENT_WAIT_S = 2.0
 # and for engines to let go.
 STOP_S = 5.0
+# Of a tip, in an event.
+TIP_BYTES = 16
 _POLL_S = 0.01
 
 
@@ -39,6 +41,7 @@ class Expected:
         is_first: a first request that named no conversation.
         ending: where in its turn the answer ended; empty until it is over.
         is_heard: the engine has said it.
+        had: where the conversation was before, if the request had all of it.
     """
 
     engine: EngineClient
@@ -48,6 +51,7 @@ class Expected:
     is_first: bool
     ending: Boundary | Literal["", "broken_off"] = ""
     is_heard: bool = False
+    had: Location | None = None
 
 
 class Holding:
@@ -81,12 +85,17 @@ class Holding:
         """A decode begins under a key."""
         self._decodes[key] = decode
 
-    def ended(self, key: str, boundary: Boundary) -> None:
-        """An answer has come to its end: where that leaves its turn."""
+    def ended(self, key: str, boundary: Boundary, had: Location | None = None) -> None:
+        """An answer has come to its end: where that leaves its turn.
+
+        Args:
+            had: where its conversation was before, if all of that was found.
+        """
         if (decode := self._decodes.get(key)) is None:
             return
-        decode.ending = boundary
+        decode.ending, decode.had = boundary, had
         if (pin := self.pins.settle(key, *self._retention(decode))) is not None:
+            self._replace(decode)
             self.pins.enforce(pin.engine)
         self._over(key, decode)
 
@@ -142,14 +151,16 @@ class Holding:
         decode.is_heard = True
         until, conversation = 0.0, decode.conversation
         if event.blocks and is_wanted:
-            until = self._clock() + event.hold_s
             rank, hold_s = self._retention(decode)
+            until = self._clock() + min(hold_s, event.hold_s)
             pin = Pin(
                 engine, event.key, event.tokens, event.blocks, conversation.tenant, conversation.id, rank
             )
             self.pins.add(pin, min(hold_s, event.hold_s))
+            self._replace(decode)
+        tip = event.tip if len(event.tip) == TIP_BYTES else b""
         location = Location(
-            engine.name, event.engine, event.key, event.tokens, until, conversation.turn, event.tip, decode.came
+            engine.name, event.engine, event.key, max(event.tokens, 0), until, conversation.turn, tip, decode.came
         )  # fmt: skip
         self.spawn(self._note(decode, location, event.blocks))
         # Before the answer's end nobody knows whether this one is the least likely to return.
@@ -188,15 +199,23 @@ class Holding:
 
     def drop(self, tenant: str, conversation: str, location: Location | None) -> None:
         """A conversation is over: give up what is pinned for it. What is yet to be ends once the state says so."""
-        pins = self.pins.of(tenant, conversation)
-        for pin in pins:
+        if location is not None:
+            self._unpin(location)
+        for pin in self.pins.of(tenant, conversation):
             self.pins.remove(pin.key)
             pin.engine.release(pin.key)
-        # Another router may have it pinned.
-        if location is not None and location.until and location.key not in {pin.key for pin in pins}:
-            engine = self._engines.find(location.engine)
-            if engine is not None and engine.run == location.run:
-                engine.release(location.key)
+
+    def _replace(self, decode: Expected) -> None:
+        """A conversation's new pin has all that one at another engine has. (At the same engine, that one sees to it.)"""
+        if decode.had is not None and decode.had.engine != decode.engine.name:
+            self._unpin(decode.had)
+
+    def _unpin(self, location: Location) -> None:
+        """Give up a pin, which may be another router's."""
+        self.pins.remove(location.key)
+        engine = self._engines.find(location.engine)
+        if location.until and engine is not None and engine.run == location.run:
+            engine.release(location.key)
 
     async def forget(self, engine: EngineClient) -> tuple[int, bool]:
         """Void all that an engine has made, since its weights are others now.

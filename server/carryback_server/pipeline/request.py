@@ -173,7 +173,7 @@ class Pipeline:
 
         def on_end(data: bytes) -> None:
             conversation.boundary = boundary = context.endpoint.boundary(data, streamed=answer.is_stream)
-            self.shared.holding.ended(decoding.key, boundary)
+            self.shared.holding.ended(decoding.key, boundary, context.had)
 
         async def before_end(data: bytes) -> None:
             if chain is not None:
