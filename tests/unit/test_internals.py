@@ -2,17 +2,15 @@
 
 Such a name may change with any version, so pyproject.toml gives these packages an upper bound. A canary that fails says
 which internal of which package is no longer as our code takes it to be, and which file of ours to change. (The plug-in
-lives inside vLLM: its versions are tried by scripts/vllm-versions.py, and it refuses others.)
+lives inside vLLM: what it uses there is in test_vllm_internals.py, and it refuses versions that were not tried.)
 """
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import copy
 import inspect
 import tomllib
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import pytest
 from aiohttp import web
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from private_names import defined, uses
 
 ROOT = Path(__file__).parents[2]
 PLACES = (
@@ -57,33 +56,6 @@ HANDLER = (
 )  # fmt: skip
 # Without an underscore, or overridden, or a text that we repeat.
 BOUNDED = {*PRIVATE.values(), "httptools", "langchain-core", "langgraph", "limits"} - {"Python"}
-
-
-def uses(source: Path, ours: set[str]) -> Iterator[str]:
-    """The private names of others that a file uses: modules that it imports, methods of `super()`, attributes."""
-    for node in ast.walk(ast.parse(source.read_text())):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and not node.module.startswith(("carryback", "__"))
-        ):
-            if any(part.startswith("_") for part in node.module.split(".")):
-                yield node.module
-            yield from (alias.name for alias in node.names if alias.name.startswith("_"))
-        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            of = node.value
-            is_super = isinstance(of, ast.Call) and isinstance(of.func, ast.Name) and of.func.id == "super"
-            if is_super or node.attr not in ours:
-                yield node.attr
-
-
-def defined(source: Path) -> Iterator[str]:
-    """The names that a file defines, attributes of `self` among them."""
-    for node in ast.walk(ast.parse(source.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.id if isinstance(node, ast.Name) else node.attr
 
 
 def test_each_use_of_an_internal_has_a_canary() -> None:
