@@ -85,18 +85,24 @@ def test_all_that_is_announced_is_heard(address: str, subscribe: Callable[..., S
         router = subscribe()
         assert router.next(events.Hello) == events.Hello("engine", 0, pinned=0, capacity=100, takes_go=True)
         engine.pinned = 7
-        engine.held("key", "request", 64, 7, 12.5, b'{"a":1}', b"\xff" * 32, 9)
-        expected = events.Held("engine", 1, "key", "request", 64, 7, 12.5, b'{"a":1}', b"\xff" * 32, 7, 9)
-        assert router.next(events.Held) == expected
-        assert router.next(events.Hello) == events.Hello("engine", 1, pinned=7, capacity=100, takes_go=True)
-        engine.pinned = 0
-        engine.released("key", "read")
-        assert router.next(events.Released) == events.Released("engine", 2, "key", "read", 0)
+        engine.leased = 3
+        engine.held("key", tokens=64, blocks=7, hold_s=12.5, tip=b"\xff" * 16, generated=9)
+        assert router.next(events.Held) == events.Held("engine", 1, "key", 64, 7, 12.5, b"\xff" * 16, 7, 9)
+        assert router.next(events.Hello) == events.Hello("engine", 1, 7, 100, takes_go=True, leased=3)
+        engine.pinned = engine.leased = 0
+        engine.released("key", "asked")
+        assert router.next(events.Released) == events.Released("engine", 2, "key", "asked", 0)
         engine.declined("key", "unverified")
         assert router.next(events.Declined) == events.Declined("engine", 3, "key", "unverified")
         engine.prefilled("key", b"{}")
         assert router.next(events.Prefilled) == events.Prefilled("engine", 4, "key", b"{}")
-        assert router.next(events.Hello) == events.Hello("engine", 4, pinned=0, capacity=100, takes_go=True)
+        engine.found("key", 100, 64)
+        assert router.next(events.Found) == events.Found("engine", 5, "key", 100, 64)
+        # Another engine's answer is no router's event, and not numbered.
+        leased = events.Leased("engine", "asker", "lease", 64, b"{}", b"\xff" * 64)
+        engine.answer(leased)
+        assert router.next(events.Leased) == leased
+        assert router.next(events.Hello) == events.Hello("engine", 5, pinned=0, capacity=100, takes_go=True)
 
 
 def test_an_engine_says_what_it_is(address: str, subscribe: Callable[..., Subscriber]) -> None:
@@ -108,6 +114,78 @@ def test_an_engine_says_what_it_is(address: str, subscribe: Callable[..., Subscr
         assert events.about_of(hello) == facts
     finally:
         engine.close()
+
+
+COMMANDS = [
+    events.Ask("asker", "lease", b"\xff" * 64, 16, 100),
+    events.Keep(["lease", "another"]),
+    events.Done(["lease"]),
+    events.Release(["key"]),
+    events.Forget(),
+]
+
+
+def test_commands_are_heard_in_their_order_and_time_passes(address: str) -> None:
+    heard: list[events.Command] = []
+    ticks: list[None] = []
+    engine = Publisher(
+        address,
+        "engine",
+        capacity=1,
+        on_command=lambda each: (ticks if each is None else heard).append(each),  # type: ignore[arg-type]
+    )
+    try:
+        with zmq.Context() as context, context.socket(zmq.XSUB) as router:
+            router.setsockopt(zmq.LINGER, 0)
+            router.connect(address)
+            for command in COMMANDS:
+                router.send(events.encode_command(command))
+            router.send(events.encode_command(events.Go("last", b"{}")))
+            assert not engine.is_told("first")
+            assert told(engine, "last") == b"{}"
+        assert heard == COMMANDS
+        count = len(ticks)
+        wait_for(lambda: len(ticks) > count)
+    finally:
+        engine.close()
+
+
+def test_a_command_that_fails_ends_nothing(address: str, subscribe: Callable[..., Subscriber]) -> None:
+    def fail(command: events.Command | None) -> None:
+        if command is not None:
+            raise RuntimeError("ours")
+
+    engine = Publisher(address, "engine", capacity=1, on_command=fail)
+    try:
+        with zmq.Context() as context, context.socket(zmq.XSUB) as router:
+            router.setsockopt(zmq.LINGER, 0)
+            router.connect(address)
+            for command in COMMANDS:
+                router.send(events.encode_command(command))
+            router.send(events.encode_command(events.Go("a", b"{}")))
+            assert told(engine, "a") == b"{}"
+        hello = subscribe().next(events.Hello)
+        assert isinstance(hello, events.Hello)
+        assert hello.faults == len(COMMANDS)
+    finally:
+        engine.close()
+
+
+def test_who_was_told_is_known_until_it_is_taken(address: str) -> None:
+    with publisher(address) as engine, zmq.Context() as context, context.socket(zmq.XSUB) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.connect(address)
+        router.send(events.encode_command(events.Go("a", b"{}")))
+        wait_for(lambda: engine.is_told("a"))
+        assert engine.told("a") == b"{}"
+        assert not engine.is_told("a")
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WITHIN_MS / 1000
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def told(engine: Publisher, key: str) -> bytes | None:

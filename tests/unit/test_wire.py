@@ -205,6 +205,44 @@ def test_what_an_engine_says_of_itself_is_not_nested_deep() -> None:
     assert events.about_of(events.Hello("e", 1, 0, 9, about=events.about({"deep": deep}))) == {}
 
 
+COMMANDS = [
+    events.Go("key", b"{}"),
+    events.Ask("asker", "lease", b"\xff" * 64, 16, 100),
+    events.Keep(["lease", "another"]),
+    events.Done([]),
+    events.Release(["key"]),
+    events.Forget(),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: type(command).__name__)
+def test_a_command_survives_its_frame_and_is_no_subscription(command: events.Command) -> None:
+    frame = events.encode_command(command)
+    assert events.decode_command(frame) == command
+    for first in (b"\0", b"\1"):
+        assert events.decode_command(first + frame[1:]) is None
+    with pytest.raises(Malformed, match="version 9"):
+        events.decode_command(frame[:1] + b"\x09" + frame[2:])
+    with pytest.raises(Malformed):
+        events.decode_command(frame[:-1])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        events.Ask("a" * 129, "lease", b"", 16, 100),
+        events.Ask("a", "l" * 129, b"", 16, 100),
+        events.Keep(["l" * 129]),
+        events.Done(["l" * 129]),
+        events.Release(["k" * 129]),
+    ],
+    ids=lambda command: type(command).__name__,
+)
+def test_names_in_commands_are_short(command: events.Command) -> None:
+    with pytest.raises(Malformed):
+        events.decode_command(events.encode_command(command))
+
+
 def go(key: str, params: bytes) -> bytes:
     return b"\x02" + VERSION + msgspec.msgpack.encode({"type": "go", "key": key, "params": params})
 
@@ -242,11 +280,11 @@ def test_what_says_where_kv_is_says_nothing_else() -> None:
     }
     theirs = {
         "carryback_await": 60,
-        "carryback_release": ["another's"],
+        "carryback_ask": ["tcp://elsewhere:1"],
         "carryback_key": "another's",
-        "carryback_withdraw": True,
+        "carryback_find": True,
         "hold_s": 1e9,
-        "_carryback_reads": "x",
+        "_carryback_ask": "x",
         "later": [[[1]]],
     }
     assert events.transfer_params({**said, **theirs}) == said

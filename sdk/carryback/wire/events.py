@@ -244,7 +244,7 @@ Command = Go | Ask | Keep | Done | Release | Forget
 class TransferParams(TypedDict, total=False):
     """All that a `Go` or a record may say: where KV is that can be read, the seal, and what usage says was cached.
 
-    What a request may do besides (wait, hold, let go of others' KV) comes with the request alone.
+    What a request may do besides (wait, hold, ask) comes with the request alone.
     """
 
     do_remote_prefill: bool
@@ -347,7 +347,7 @@ def decode_command(frame: bytes) -> Command | None:
 
 
 def transfer_params(said: bytes | dict[str, Any]) -> dict[str, Any]:
-    """What a `Go` (JSON) or a request's `carryback_record` says of a transfer; all else is left out.
+    """What a `Go` (JSON) or a record says of a transfer; all else is left out.
 
     Raises:
         Malformed: it is none, or nested too deep to be passed on.
