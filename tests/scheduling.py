@@ -177,8 +177,7 @@ class Engine:
         """A request whose KV a decode engine is asked to pin; the event."""
         key = key or f"key-{next(self._ids)}"
         self.run(prompt, carryback_key=key, hold_s=hold_s)
-        held: events.Held = self.next(events.Held)
-        assert held.key == key
+        held: events.Held = self.next(events.Held, key=key)
         return held
 
     def read(self, request: str) -> None:
@@ -205,14 +204,18 @@ class Engine:
         hashes = b"".join(self.request(prompt, 1).block_hashes)
         most = len(prompt) - 1 if max_tokens is None else max_tokens
         self.send(events.Ask(asker, lease, hashes, block_size, most))
-        answer: events.Leased = self.next(events.Leased)
-        assert (answer.key, answer.lease) == (asker, lease)
+        answer: events.Leased = self.next(events.Leased, lease=lease)
+        assert answer.key == asker
         return answer
 
-    def next(self, kind: type[Any], *, step: bool = False) -> Any:
-        """The next event of a kind."""
+    def next(self, kind: type[Any], *, step: bool = False, **fields: Any) -> Any:
+        """The next event of a kind with these fields."""
+
+        def is_it(event: events.Event) -> bool:
+            return isinstance(event, kind) and all(getattr(event, name) == it for name, it in fields.items())
+
         for event in self._heard:
-            if isinstance(event, kind):
+            if is_it(event):
                 self._heard.remove(event)
                 return event
         deadline = time.monotonic() + WITHIN_S
@@ -221,7 +224,7 @@ class Engine:
                 self.step()
             if self._socket.poll(20):
                 event = events.decode(self._socket.recv_multipart()[-1])
-                if isinstance(event, kind):
+                if is_it(event):
                     return event
                 if not isinstance(event, events.Hello):
                     self._heard.append(event)

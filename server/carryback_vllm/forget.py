@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.carryback")
 
-# What is asked for over the side channel in the place of a rank's metadata, with the name of a lease or none.
+# What is asked for over the side channel in the place of a rank's metadata, with what a record names.
 EPOCH = "carryback_epoch"
 # A holder that says nothing for so long is not waited for: what was read of it is computed instead.
 ASK_TIMEOUT_S = 3.0
@@ -74,21 +74,21 @@ class Answers(dict[Any, Any]):
     """What the side channel answers: the ranks' metadata, and the engine's epoch as it is then.
 
     Args:
-        is_leased: whether a lease, by its name, has not ended.
+        is_kept: whether what a record names, by its request or lease, was let go of by nobody but its reader.
     """
 
-    def __init__(self, metadata: Mapping[Any, Any], epoch: Epoch, is_leased: Callable[[str], bool]) -> None:
+    def __init__(self, metadata: Mapping[Any, Any], epoch: Epoch, is_kept: Callable[[str], bool]) -> None:
         super().__init__(metadata)
         self._epoch = epoch
-        self._is_leased = is_leased
+        self._is_kept = is_kept
 
     def __missing__(self, key: Any) -> bytes:
-        what, lease = key
+        what, name = key
         if what != EPOCH:
             raise KeyError(key)
-        # In this order: a lease that is there when the epoch has been read was there in that epoch.
-        name = self._epoch.name
-        return name.encode() if not lease or self._is_leased(lease) else b""
+        # In this order: what is kept when the epoch has been read was kept in that epoch.
+        epoch = self._epoch.name
+        return epoch.encode() if self._is_kept(name) else b""
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,12 @@ class Sealed:
     Attributes:
         epoch: its holder's, when it was made.
         made: when, on its holder's clock.
-        lease: the lease under which it may be read; empty if what it names is a request's.
+        name: the lease under which it may be read, or the request whose prompt it is.
     """
 
     epoch: str
     made: float
-    lease: str = ""
+    name: str = ""
 
 
 class Asker:
@@ -129,7 +129,7 @@ class Asker:
             socket.setsockopt(zmq.RCVTIMEO, int(ASK_TIMEOUT_S * 1000))
             socket.connect(make_zmq_path("tcp", host, port))
             asked = time.perf_counter()
-            socket.send(msgspec.msgpack.encode((GET_META_MSG, EPOCH, sealed.lease)))
+            socket.send(msgspec.msgpack.encode((GET_META_MSG, EPOCH, sealed.name)))
             # vLLM adds its clock to every answer, for the readers' deadlines.
             name, clock = socket.recv_multipart()
             now = msgspec.msgpack.decode(clock, type=float)
@@ -348,7 +348,7 @@ def _replaced(core: Any, adapter_id: int, why: str) -> None:
     if (holder := _holder(scheduler)) is not None:
         holder.forget(why)
     # Those that wait were hashed when they came. What has begun has mixed KV, and hashes that nobody else's equal.
-    for request in scheduler.requests.values():
+    for request in list(scheduler.requests.values()):
         if (
             request.lora_request is not None
             and request.lora_request.lora_int_id == adapter_id

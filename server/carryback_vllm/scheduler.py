@@ -64,6 +64,10 @@ logger = init_logger("vllm.carryback")
 MAX_PINNED = 0.9
 # Why nothing was reused, after a fault of the plug-in's own.
 FAULT = "plugin_failed"
+# Prompts that were let go of are remembered, the last ones: each for far longer than a read takes.
+MAX_LET_GO = 10_000
+# What a report calls a reason of `wire.events.Leased`; the others have the same name in both.
+_ANSWERED = {"unsupported": "unsupported_layout", "paused": "no_answer"}
 
 
 class _Billed(PrefillStats):
@@ -129,6 +133,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         self._prompt_keys: dict[str, str] = {}
         # Prompts that were let go of, of which the worker will say so.
         self._dropped: set[str] = set()
+        # The last prompts that were let go of; whoever is reading one still is told so.
+        self._let_go: dict[str, None] = {}
         # Requests that wait to be told how to go on, and until when.
         self._waiting: dict[str, float] = {}
 
@@ -383,6 +389,9 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             # For the worker, a deadline that has passed.
             self._reqs_need_send[request_id] = time.perf_counter()
             self._dropped.add(request_id)
+            self._let_go[request_id] = None  # before any block can be overwritten
+            if len(self._let_go) > MAX_LET_GO:
+                del self._let_go[next(iter(self._let_go))]
             self._handed_over(request_id)
             assert self._scheduler is not None
             self._scheduler._free_blocks(request)
@@ -415,8 +424,13 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         if self._publisher is not None:
             self._publisher.is_paused = is_paused
 
+    def _is_kept(self, name: str) -> bool:
+        """Whether what a record names was let go of by nobody but its reader. (A prompt goes when it was read, which its
+        holder hears of before its reader asks.) In the side channel's thread."""
+        return name in self._leases if name.startswith(LEASE) else name not in self._let_go
+
     def _nixl_handshake_listener(self, encoded_data: dict[Any, Any], *args: Any) -> None:
-        answers = Answers(encoded_data, self._epoch, lambda lease: lease in self._leases)
+        answers = Answers(encoded_data, self._epoch, self._is_kept)
         super()._nixl_handshake_listener(answers, *args)
 
     # -- a request arrives
@@ -558,7 +572,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
             match.reason = "no_answer"
         else:
             match.found, match.holder = most.tokens, most.engine if most.tokens else ""
-            match.reason = "unsupported_layout" if most.reason == "unsupported" else most.reason
+            match.reason = _ANSWERED.get(most.reason, most.reason)
         if request.num_prompt_tokens <= self._hash_block_size:
             match.reason = "too_short"
         if (best := question.best) is not None:
@@ -573,7 +587,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
 
     def _expect(self, request: Request, params: dict[str, Any]) -> Match:
         """What a prompt can be expected to find, by what its conversation's last request left."""
-        tip = params.pop("carryback_tip", None)
+        tip = params.get("carryback_tip")  # it stays: engines may be asked once more
         tokens, digest = (tip.get("tokens"), tip.get("digest")) if isinstance(tip, dict) else (0, "")
         if not isinstance(tokens, int) or not isinstance(digest, str) or tokens < self._hash_block_size:
             return Match()
@@ -667,6 +681,12 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
     def _is_held_back(self, request: Request) -> bool:
         """Whether a prompt is not scheduled in this step, so that vLLM need not look up what it has of it: it does so for
         each prompt that waits, in each step."""
+        is_held_back = False
+        with self._guarded():
+            is_held_back = self._waits(request)
+        return is_held_back
+
+    def _waits(self, request: Request) -> bool:
         if (params := request.kv_transfer_params) is None:
             return False
         if (until := self._waiting.get(request.request_id)) is not None:
@@ -904,8 +924,8 @@ def _forget_remote(params: dict[str, Any]) -> None:
 def _sealed_of(request: Request) -> Sealed:
     """What the record says that a request is about to read; the seal was verified."""
     params = request.kv_transfer_params or {}
-    seal, name = params.get("carryback") or {}, str(params.get("remote_request_id"))
-    return Sealed(str(seal.get("epoch")), float(seal.get("made", 0)), name if name.startswith(LEASE) else "")
+    seal = params.get("carryback") or {}
+    return Sealed(str(seal.get("epoch")), float(seal.get("made", 0)), str(params.get("remote_request_id")))
 
 
 def _has_ended(request: Request) -> bool:

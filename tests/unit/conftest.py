@@ -60,6 +60,7 @@ def start(model: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
             kv_connector="CarrybackConnector",
             kv_connector_module_path="carryback_vllm.connector",
             kv_role=role,
+            kv_load_failure_policy="recompute",
             kv_connector_extra_config={"bidirectional_kv_xfer": True, "carryback_events": address, **extra},
         )
         config = EngineArgs(

@@ -3,278 +3,97 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
+from carryback import wire
 from carryback.wire import events
 from carryback_vllm.seal import Sealer
 
 pytest.importorskip("vllm", reason="the connector runs inside vLLM")
 
 import torch
-from carryback_vllm import connector
-from carryback_vllm.connector import address_of_rank
-from carryback_vllm.forget import Adapters, Asker, Sealed
-from vllm.config import KVTransferConfig, VllmConfig
-from vllm.engine.arg_utils import EngineArgs
-from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256_cbor
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.core import EngineCore
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    RSWASpec,
-    SlidingWindowSpec,
-)
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from carryback_vllm import scheduler as scheduler_module
+from carryback_vllm.layout import address_of_rank
+from carryback_vllm.scheduler import _Match, _report
+from scheduling import BLOCK, CAPACITY, FULL, WINDOW, Engine, broken, prompt
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec, RSWASpec
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-BLOCK = 32
-CAPACITY = 99
-WITHIN_S = 20.0
-FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
-WINDOW = SlidingWindowSpec(
-    block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=2 * BLOCK
-)
+Start = Callable[..., Engine]
 LATENT = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.float32)
 
 
-class Engine:
-    """One engine's scheduler, and what it publishes."""
-
-    def __init__(self, config: VllmConfig, listen: str, specs: Sequence[KVCacheSpec] = (FULL,)) -> None:
-        cache = KVCacheConfig(
-            num_blocks=CAPACITY + 1,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec([f"layer{at}"], spec) for at, spec in enumerate(specs)],
-            hash_block_size=BLOCK,
-        )
-        config.cache_config.num_gpu_blocks = cache.num_blocks
-        self.scheduler = Scheduler(
-            config,
-            cache,
-            StructuredOutputManager(config),
-            block_size=max(spec.block_size for spec in specs),
-            hash_block_size=BLOCK,
-        )
-        init_none_hash(sha256_cbor)
-        self._hasher = get_request_block_hasher(BLOCK, sha256_cbor)
-        self._ids = itertools.count()
-        self._deadlines: dict[str, float] = {}
-        self._read: set[str] = set()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.subscribe(b"")
-        self._socket.connect(listen)
-        self.next(events.Hello)
-
-    def close(self) -> None:
-        self.scheduler.connector.shutdown()
-        self._context.destroy(linger=0)
-
-    def step(self) -> None:
-        """One step: a token for each scheduled request, and the worker's report."""
-        work = self.scheduler.schedule()
-        self._deadlines |= work.kv_connector_metadata.reqs_to_send
-        over = {
-            request
-            for request, deadline in self._deadlines.items()
-            if request in self._read or time.perf_counter() >= deadline
-        }
-        for request in over:
-            del self._deadlines[request]
-        requests = list(work.num_scheduled_tokens)
-        done = ModelRunnerOutput(
-            req_ids=requests,
-            req_id_to_index={request: index for index, request in enumerate(requests)},
-            sampled_token_ids=[[7] for _ in requests],
-            kv_connector_output=KVConnectorOutput(finished_sending=over),
-        )
-        self.scheduler.update_from_output(work, done)
-
-    def add(self, prompt: list[int], tokens: int, stop: list[str] | None = None, **params: Any) -> Request:
-        """A request of so many tokens."""
-        request = self.request(prompt, tokens, stop, params)
-        self.scheduler.add_request(request)
-        return request
-
-    def request(
-        self,
-        prompt: list[int],
-        tokens: int,
-        stop: list[str] | None = None,
-        params: Mapping[str, Any] = {},
-        lora_request: LoRARequest | None = None,
-    ) -> Request:
-        """One that has not come yet."""
-        sampling = SamplingParams(
-            max_tokens=tokens, stop=stop, detokenize=True, extra_args={"kv_transfer_params": dict(params)}
-        )
-        sampling.update_from_generation_config({}, eos_token_id=0)
-        return Request(
-            f"request-{next(self._ids)}", prompt, sampling, None,
-            lora_request=lora_request, block_hasher=self._hasher,
-        )  # fmt: skip
-
-    def rpc(self, method: str) -> None:
-        """A method of the workers, as `/collective_rpc` calls it."""
-        executor = SimpleNamespace(collective_rpc=lambda *args, **kwargs: [])
-        core = SimpleNamespace(scheduler=self.scheduler, model_executor=executor)
-        EngineCore.collective_rpc(core, method)
-
-    def run(self, prompt: list[int], **params: Any) -> str:
-        """A request of one token; its id."""
-        request = self.add(prompt, 1, **params)
-        while not request.is_finished():
-            self.step()
-        return request.request_id
-
-    def abort(self, request: Request) -> None:
-        """Abort it, as if its client had gone, or a stop string had been found."""
-        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-
-    def hold(self, prompt: list[int], hold_s: float = 60) -> events.Held:
-        """A request that a decode engine is asked to hold; the event."""
-        name = self.run(prompt, carryback_key=f"key-{next(self._ids)}", hold_s=hold_s)
-        held = self.next(events.Held)
-        assert held.request == name
-        return held
-
-    def release(self, held: events.Held) -> events.Released:
-        """Let go of it; the event."""
-        self.run([1], carryback_release=[held.request])
-        return self.released()
-
-    def read(self, request: str) -> None:
-        """A reader is through."""
-        self._read.add(request)
-        self.step()
-
-    def released(self) -> events.Released:
-        """The next `Released` event."""
-        return self.next(events.Released, step=True)
-
-    def next(self, kind: type[Any], *, step: bool = False) -> Any:
-        """The next event of a kind."""
-        deadline = time.monotonic() + WITHIN_S
-        while time.monotonic() < deadline:
-            if step:
-                self.step()
-            if self._socket.poll(20):
-                event = events.decode(self._socket.recv_multipart()[-1])
-                if isinstance(event, kind):
-                    return event
-        pytest.fail(f"no {kind.__name__}")
-
-    @property
-    def used(self) -> int:
-        """KV blocks that are not free, as vLLM counts them."""
-        return round(self.scheduler.kv_cache_manager.usage * CAPACITY)
+def reuse_of(engine: Engine, request: Request, **step: Any) -> dict[str, Any]:
+    """What a prefill did, once it is over. (It was asked to `carryback_tell`.)"""
+    told = engine.next(events.Prefilled, step=True)
+    assert request.is_finished()
+    reuse: dict[str, Any] = json.loads(told.params)["carryback_reuse"]
+    assert reuse["reason"] in wire.ENGINE_REASONS
+    assert reuse["tokens"] + reuse["cached"] + reuse["recomputed"] == request.num_prompt_tokens
+    return reuse
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "head_dim": 32,
-        "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
-        "num_hidden_layers": 1, "vocab_size": 300, "max_position_embeddings": 4096,
-        "torch_dtype": "float32", "eos_token_id": 0,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+def prefill(engine: Engine, tokens: list[int], ask: list[str], **params: Any) -> Request:
+    """A prompt at a prefill engine."""
+    params = {"carryback_key": "key", "carryback_tell": True, **params}
+    return engine.add(tokens, 1, do_remote_decode=True, carryback_ask=ask, **params)
 
 
-@pytest.fixture
-def port() -> int:
-    with zmq.Context() as context, context.socket(zmq.PUB) as probe:
-        return probe.bind_to_random_port("tcp://127.0.0.1", min_port=20_000, max_port=32_000)
+def reads(engine: Engine, request: Request) -> None:
+    """Step until it reads."""
+    deadline = time.monotonic() + 20
+    while request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+        assert not request.is_finished()
+        assert time.monotonic() < deadline
+        engine.step()
 
 
-@pytest.fixture
-def start(model: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
-    """Makes an engine."""
-    monkeypatch.setenv("CARRYBACK_KEY", "k")
-    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port + 100))
-    engines = []
-
-    def make(
-        role: str = "kv_consumer", rank: int = 0, specs: Sequence[KVCacheSpec] = (FULL,), **extra: Any
-    ) -> Engine:
-        address = f"tcp://127.0.0.1:{port}"
-        transfer = KVTransferConfig(
-            kv_connector="CarrybackConnector",
-            kv_connector_module_path="carryback_vllm.connector",
-            kv_role=role,
-            kv_connector_extra_config={"bidirectional_kv_xfer": True, "carryback_events": address, **extra},
-        )
-        config = EngineArgs(
-            model=str(model), skip_tokenizer_init=True, block_size=BLOCK, max_model_len=4096,
-            max_num_batched_tokens=4096, dtype="float32", enforce_eager=True,
-            prefix_caching_hash_algo="sha256_cbor", kv_transfer_config=transfer,
-        ).create_engine_config()  # fmt: skip
-        config.parallel_config.data_parallel_index = rank
-        engines.append(Engine(config, f"tcp://127.0.0.1:{port + rank}", specs))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+def tip(held: events.Held) -> dict[str, Any]:
+    return {"tokens": held.tokens, "digest": held.tip.hex()}
 
 
-def prompt(blocks: int, seed: int = 1, shared: int = 0) -> list[int]:
-    """So many full blocks, and one token in the next. The first `shared` blocks do not depend on the seed."""
-    return [2] * shared * BLOCK + [10 + seed] * ((blocks - shared) * BLOCK) + [1]
-
-
-def record_of(held: events.Held, **changed: Any) -> dict[str, Any]:
-    """The record of what is held, as a prefill engine gets it; sealed with what was changed."""
-    record: dict[str, Any] = json.loads(held.record)
-    seal = record.pop("carryback")
-    record |= {"do_remote_decode": True, "do_remote_prefill": False, **changed}
-    Sealer(b"k").seal(record, digests=held.digests, tail=seal["tail"], block_size=BLOCK)
-    return record
-
-
-def test_an_engine_that_holds_nothing_says_so(start: Callable[..., Engine]) -> None:
+def test_an_engine_that_holds_nothing_says_so(start: Start) -> None:
     hello = start().next(events.Hello)
-    assert (hello.pinned, hello.capacity) == (0, CAPACITY)
+    assert (hello.pinned, hello.leased, hello.capacity) == (0, 0, CAPACITY)
 
 
-def test_what_is_held_and_let_go_of(start: Callable[..., Engine]) -> None:
+# -- pins
+
+
+def test_what_is_pinned_and_let_go_of(start: Start) -> None:
     engine = start()
     first, second = engine.hold(prompt(4)), engine.hold(prompt(9, seed=2))
-    assert (first.tokens, first.blocks, first.pinned) == (4 * BLOCK, 5, 5)
-    assert (second.tokens, second.blocks, second.pinned) == (9 * BLOCK, 10, 15)
-    assert engine.used == 15
-    engine.read(first.request)
-    released = engine.released()
-    assert (released.key, released.reason, released.pinned) == (first.key, "read", 10)
-    assert engine.used == 10
-    released = engine.release(second)
-    assert (released.key, released.reason, released.pinned) == (second.key, "asked", 0)
-    assert engine.used == 0
-    assert engine.next(events.Hello).pinned == 0
+    assert (first.tokens, first.blocks, first.pinned, first.generated) == (4 * BLOCK, 4, 4, 1)
+    assert (second.tokens, second.blocks, second.pinned) == (9 * BLOCK, 9, 13)
+    assert engine.used == 13
+    engine.send(events.Release([first.key, "unknown"]))
+    released = engine.next(events.Released)
+    assert (released.key, released.reason, released.pinned) == (first.key, "asked", 9)
+    assert engine.used == 9
+    # What is not pinned is found still.
+    assert engine.ask(prompt(4)).tokens == 4 * BLOCK
+    engine.send(events.Release([second.key]))
+    assert engine.next(events.Released).pinned == 0
+    assert engine.settle().pinned == 0
 
 
-def test_an_answer_that_a_stop_string_ends_is_held(start: Callable[..., Engine]) -> None:
+def test_the_tip_tells_a_history_from_another(start: Start) -> None:
+    engine = start()
+    first, same, other, short = (
+        engine.hold(tokens) for tokens in (prompt(4), prompt(4), prompt(4, seed=2), [1] * (BLOCK - 1))
+    )
+    assert len(first.tip) == 16
+    assert first.tip == same.tip != other.tip
+    assert (short.tokens, short.blocks, short.tip) == (0, 0, b"")
+
+
+def test_an_answer_that_a_stop_string_ends_is_pinned(start: Start) -> None:
     engine = start()
     request = engine.add(prompt(4), 2 * BLOCK, stop=["x"], carryback_key="stopped", hold_s=60)
     for _ in range(BLOCK):
@@ -284,108 +103,152 @@ def test_an_answer_that_a_stop_string_ends_is_held(start: Callable[..., Engine])
     # The last token that was sampled has no KV.
     assert request.num_tokens == 5 * BLOCK + 1
     assert (held.key, held.tokens, held.blocks) == ("stopped", 5 * BLOCK, 5)
-    assert len(held.digests) == 5 * 16
-    engine.read(held.request)
-    assert engine.released().reason == "read"
-    assert engine.used == 0
+    assert engine.used == 5
 
 
-@pytest.mark.parametrize(
-    ("stop", "steps", "key"),
-    [(None, 3, {"carryback_key": "left"}), (["x"], 0, {"carryback_key": "left"}), (["x"], 3, {})],
-    ids=["no stop string", "no token", "no router"],
-)
-def test_nothing_is_held_of_a_request_whose_client_left(
-    start: Callable[..., Engine], stop: list[str] | None, steps: int, key: dict[str, str]
+@pytest.mark.parametrize(("stop", "steps"), [(None, 3), (["x"], 0)], ids=["no stop string", "no token"])
+def test_nothing_is_pinned_of_a_request_whose_client_left(
+    start: Start, stop: list[str] | None, steps: int
 ) -> None:
     engine = start()
-    request = engine.add(prompt(4), 2 * BLOCK, stop=stop, hold_s=60, **key)
+    request = engine.add(prompt(4), 2 * BLOCK, stop=stop, hold_s=60, carryback_key="left")
     for _ in range(steps):
         engine.step()
     engine.abort(request)
+    held = engine.next(events.Held)
+    assert (held.blocks, held.hold_s, held.tokens) == (0, 0, 4 * BLOCK if steps else 0)
     engine.step()
     assert engine.used == 0
 
 
-def test_a_record_and_its_digests_are_sealed_together(start: Callable[..., Engine]) -> None:
-    held = start().hold(prompt(4))
-    record = json.loads(held.record)
-    assert "digests" not in record["carryback"]
-    assert len(held.digests) == 4 * 16
-    assert not Sealer(b"k").is_authentic(record)
-    record["carryback"]["digests"] = base64.b64encode(held.digests).decode()
-    assert Sealer(b"k").is_authentic(record)
+@pytest.mark.parametrize("hold_s", [0, -1, float("inf"), float("nan"), "long", None])
+def test_without_a_time_nothing_is_pinned_and_all_is_found(start: Start, hold_s: Any) -> None:
+    engine = start()
+    held = engine.hold(prompt(4), hold_s=hold_s)
+    assert (held.blocks, held.hold_s, held.tokens, len(held.tip)) == (0, 0, 4 * BLOCK, 16)
+    assert engine.used == 0
+    assert engine.ask(prompt(4)).tokens == 4 * BLOCK
 
 
-def test_time_to_live(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector, "READ_GRACE_S", 0.5)
+def test_a_request_of_no_router_is_pinned_for_nobody(start: Start) -> None:
+    engine = start()
+    engine.run(prompt(4), hold_s=60)
+    assert engine.settle().pinned == engine.used == 0
+
+
+def test_a_pin_ends_by_its_time(start: Start) -> None:
     engine = start()
     held = engine.hold(prompt(4), hold_s=0.5)
-    assert held.pinned == engine.used == 5
-    released = engine.released()
-    assert (released.reason, released.pinned, engine.used) == ("expired", 0, 0)
+    assert held.pinned == 4
+    # Without a step: the engine may have nothing to do.
+    released = engine.next(events.Released)
+    assert (released.key, released.reason, released.pinned, engine.used) == (held.key, "expired", 0, 0)
+    assert engine.ask(prompt(4)).tokens == 4 * BLOCK
 
 
-def test_a_read_that_ends_after_the_deadline_was_a_read(start: Callable[..., Engine]) -> None:
+def test_a_newer_pin_covers_the_older_one(start: Start) -> None:
     engine = start()
-    held = engine.hold(prompt(4), hold_s=0.01)
-    time.sleep(0.05)
-    engine.read(held.request)
-    assert engine.released().reason == "read"
+    older, branch = engine.hold(prompt(4)), engine.hold(prompt(6, seed=5, shared=4))
+    longer = engine.hold(prompt(4, seed=9))
+    newer = engine.hold([*prompt(4)[:-1], *prompt(2)])
+    released = engine.next(events.Released)
+    assert (released.key, released.reason) == (older.key, "covered")
+    assert (newer.blocks, released.pinned) == (6, 6 + branch.blocks + longer.blocks)
+    assert engine.used == engine.settle().pinned
 
 
-def test_blocks_of_a_common_prefix_count_once(start: Callable[..., Engine]) -> None:
+def test_blocks_of_a_common_prefix_count_once(start: Start) -> None:
     engine = start()
     held = [engine.hold(prompt(20, seed, shared=16)) for seed in range(3)]
-    assert [each.blocks for each in held] == [21, 21, 21]
-    assert [each.pinned for each in held] == [21, 26, 31]
-    assert engine.used == 31
-    assert [engine.release(each).pinned for each in held] == [26, 21, 0]
+    assert [each.blocks for each in held] == [20, 20, 20]
+    assert [each.pinned for each in held] == [20, 24, 28]
+    assert engine.used == 28
+    left = []
+    for each in held:
+        engine.send(events.Release([each.key]))
+        left.append(engine.next(events.Released).pinned)
+    assert left == [24, 20, 0]
     assert engine.used == 0
 
 
-def test_no_more_is_held_than_the_engines_share(start: Callable[..., Engine]) -> None:
+def test_no_more_is_pinned_than_the_engines_share(start: Start) -> None:
     engine = start(carryback_max_pinned=0.5)  # of 99 blocks
-    first, second, third = (engine.hold(prompt(19, seed)) for seed in range(3))
+    first, second, third = (engine.hold(prompt(20, seed)) for seed in range(3))
     assert (first.blocks, second.blocks, second.pinned) == (20, 20, 40)
-    assert (third.blocks, third.tokens, third.record, third.digests, third.pinned) == (0, 0, b"", b"", 40)
+    assert (third.blocks, third.tokens, third.pinned) == (0, 20 * BLOCK, 40)
     assert engine.used == 40
-    assert engine.hold(prompt(8, seed=3)).pinned == 49  # it fits, to the last block
-    assert engine.hold(prompt(20)).blocks == 0
-    assert engine.release(first).pinned == 29
-    assert engine.hold(prompt(19, seed=2)).pinned == 49
+    assert engine.hold(prompt(9, seed=3)).pinned == 49  # it fits, to the last block
+    assert engine.hold([*prompt(20, seed=1)[:-1], *prompt(1)]).blocks == 0
+    engine.send(events.Release([first.key]))
+    assert engine.next(events.Released).pinned == 29
+    assert engine.hold(prompt(20, seed=2)).pinned == 49
 
 
-def test_blocks_that_are_held_already_need_no_more_room(start: Callable[..., Engine]) -> None:
-    engine = start(carryback_max_pinned=0.5)
-    assert engine.hold(prompt(40, seed=1, shared=38)).pinned == 41
-    assert engine.hold(prompt(40, seed=2, shared=38)).pinned == 44
-    assert engine.hold(prompt(40, seed=3)).blocks == 0
-
-
-def test_a_prefill_engine_counts_and_is_not_limited(start: Callable[..., Engine]) -> None:
-    engine = start("kv_producer", carryback_max_pinned=0)
-    request = engine.run(prompt(4), do_remote_decode=True, carryback_key="key", hold_s=60)
-    while not (hello := engine.next(events.Hello)).pinned:
-        pass
-    assert hello.pinned == engine.used == 5
-    engine.read(request)
-    while (hello := engine.next(events.Hello)).pinned:
-        pass
-    assert (hello.seq, engine.used) == (0, 0)  # a decode engine reads it at once; no router waits for it
-
-
-def test_nothing_is_held_with_a_share_of_nothing(start: Callable[..., Engine]) -> None:
+def test_nothing_is_pinned_with_a_share_of_nothing(start: Start) -> None:
     assert start(carryback_max_pinned=0).hold(prompt(4)).blocks == 0
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.5, "half"])
-def test_a_share_that_is_none_is_refused(start: Callable[..., Engine], share: object) -> None:
-    with pytest.raises(RuntimeError, match="carryback_max_pinned"):
-        start(carryback_max_pinned=share)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("carryback_max_pinned", each) for each in (-0.1, 1.5, "half")],
+        *[("carryback_patience_s", each) for each in (-1, "long", float("inf"))],
+        *[("carryback_ask_timeout_s", each) for each in (0, "long", float("inf"))],
+        *[("carryback_peers", each) for each in ("tcp://127.0.0.1:1", [7], {"a": 1})],
+    ],
+)
+def test_a_setting_that_cannot_work_is_named(start: Start, name: str, value: object) -> None:
+    with pytest.raises(RuntimeError, match=name):
+        start("kv_producer", **{name: value})
 
 
-def test_each_rank_has_a_port(start: Callable[..., Engine]) -> None:
+# -- prompts whose KV waits for a decode engine
+
+
+def test_a_prefill_engine_counts_and_is_not_limited(start: Start) -> None:
+    engine = start("kv_producer", carryback_max_pinned=0)
+    request = engine.run(prompt(4), do_remote_decode=True, carryback_key="key", hold_s=60)
+    hello = engine.settle()
+    assert hello.pinned == engine.used == 5
+    engine.read(request)
+    hello = engine.settle()
+    assert (hello.pinned, hello.seq, engine.used) == (0, 0, 0)  # no router waits for it
+    assert (engine.side._prompts, engine.side._prompt_keys) == ({}, {})
+
+
+def test_a_prompt_that_nobody_will_read_is_let_go_of(start: Start) -> None:
+    """The worker watches over it still: what it says of it later is nothing to the scheduler."""
+    engine = start("kv_producer")
+    engine.run(prompt(4), do_remote_decode=True, carryback_key="key", hold_s=60)
+    engine.step()  # the worker has its deadline
+    other = engine.run(prompt(4, seed=2), do_remote_decode=True, carryback_key="other", hold_s=60)
+    engine.send(events.Release(["key"]))
+    assert engine.settle().pinned == engine.used == 5
+    for _ in range(3):
+        engine.step()
+    assert not engine.side._dropped
+    engine.send(events.Release(["key", "other"]))
+    assert engine.settle().pinned == engine.used == 0
+    # The worker had just heard that it was read.
+    engine.read(other)
+    engine.step()
+    assert engine.side._guarded.failures == 0
+    engine.run(prompt(4, seed=3))
+
+
+def test_a_prompt_that_is_computed_still_is_not_let_go_of(start: Start) -> None:
+    engine = start("kv_producer", chunk=4 * BLOCK)
+    request = engine.add(prompt(12), 1, do_remote_decode=True, carryback_key="key", hold_s=60)
+    engine.step()
+    engine.send(events.Release(["key"]))
+    engine.settle()
+    assert engine.used >= 4
+    while not request.is_finished():
+        engine.step()
+    assert engine.settle().pinned == 13
+
+
+def test_each_rank_has_a_port(start: Start) -> None:
     start(rank=0)
     assert start(rank=2).next(events.Hello).capacity == CAPACITY
 
@@ -398,31 +261,108 @@ def test_addresses_of_ranks() -> None:
         address_of_rank("ipc:///run/events", 1)
 
 
-def test_blocks_that_a_window_has_moved_past_are_named_as_gone(start: Callable[..., Engine]) -> None:
-    held = start(specs=[FULL, WINDOW]).hold(prompt(6))
-    full, window = json.loads(held.record)["remote_block_ids"]
-    assert held.tokens == 6 * BLOCK
-    assert len(full) == 6
-    assert all(full)
-    # The next token sees the 2 * BLOCK - 1 before it.
-    assert window[:4] == [0, 0, 0, 0]
-    assert all(window[4:])
-    assert len(window) == 6
-    # The full blocks, those of the window, and the one begun of either.
-    assert held.blocks == 6 + 2 + 2
+# -- questions
+
+
+def test_what_is_found_is_leased_and_sealed(start: Start) -> None:
+    engine = start()
+    engine.run(prompt(4))
+    answer = engine.ask(prompt(2, seed=5))
+    assert (answer.tokens, answer.reason, answer.record) == (0, "nothing", b"")
+    answer = engine.ask(prompt(4))
+    assert (answer.tokens, answer.engine, answer.reason) == (4 * BLOCK, engine.side.engine_id, "")
+    record = json.loads(answer.record)
+    assert (record["remote_request_id"], record["remote_num_tokens"]) == (answer.lease, 4 * BLOCK)
+    assert "digests" not in record["carryback"]
+    assert len(answer.digests) == 4 * 16
+    assert not Sealer(b"k").is_authentic(record)
+    record["carryback"]["digests"] = base64.b64encode(answer.digests).decode()
+    assert Sealer(b"k").is_authentic(record)
+    assert Sealer(b"k").common_blocks(record, engine.request(prompt(4), 1).block_hashes) == (4, 4)
+    assert events.transfer_params(record) == record
+
+
+def test_a_lease_ends_when_its_reader_says_so_or_is_not_heard_of(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "LEASE_S", 1.5)
+    engine = start()
+    for seed in (1, 2):
+        engine.run(prompt(4, seed))
+    done, late = engine.ask(prompt(4)), engine.ask(prompt(4, seed=2))
+    assert engine.used == 8
+    engine.send(events.Done([done.lease, "carryback-lease-nobodys"]))
+    for _ in range(4):
+        engine.send(events.Keep([late.lease, "carryback-lease-nobodys"]))
+        hello = engine.next(events.Hello)
+    assert late.lease in engine.side._leases
+    while hello.leased:
+        hello = engine.next(events.Hello)
+    assert engine.used == 0
+    assert not len(engine.side._leases)
+    engine.send(events.Keep([late.lease]))  # it comes to life again by no word
+    assert engine.settle().leased == engine.used == 0
+
+
+def test_leases_are_bounded_for_each_asker_and_for_all(start: Start) -> None:
+    engine = start()
+    for seed in range(3):
+        engine.run(prompt(28, seed))
+    first = engine.ask(prompt(28, seed=0), asker="one")
+    refused = engine.ask(prompt(28, seed=1), asker="one")
+    assert (refused.tokens, refused.record, refused.reason) == (28 * BLOCK, b"", "too_many_leases")
+    assert engine.ask(prompt(28, seed=0), asker="one").record  # the same blocks
+    assert engine.ask(prompt(28, seed=1), asker="two").record
+    assert engine.ask(prompt(28, seed=2), asker="three").reason == "too_many_leases"
+    engine.send(events.Done([first.lease]))
+    assert engine.settle().leased == 56
+
+
+def test_leases_and_pins_are_counted_apart(start: Start) -> None:
+    engine = start()
+    held = engine.hold(prompt(20))
+    answer = engine.ask(prompt(20))
+    hello = engine.settle()
+    assert (hello.pinned, hello.leased, engine.used) == (20, 20, 20)
+    engine.send(events.Release([held.key]))
+    hello = engine.settle()
+    assert (hello.pinned, hello.leased, engine.used) == (0, 20, 20)
+    engine.send(events.Done([answer.lease]))
+    assert engine.settle().leased == engine.used == 0
 
 
 @pytest.mark.parametrize(
-    "specs",
-    [
-        [LATENT],
-        # Windows without vLLM's hybrid KV cache manager: all is kept.
-        [replace(FULL, sliding_window=2 * BLOCK)],
-        [WINDOW],
-    ],
+    ("asked", "reason"),
+    [({"block_size": 2 * BLOCK}, "layouts_differ"), ({"block_size": 16}, "layouts_differ")],
 )
-def test_layouts_that_are_held(start: Callable[..., Engine], specs: list[KVCacheSpec]) -> None:
-    assert start(specs=specs).hold(prompt(4)).tokens == 4 * BLOCK
+def test_engines_that_hash_otherwise_are_answered(start: Start, asked: dict[str, int], reason: str) -> None:
+    engine = start()
+    engine.run(prompt(4))
+    assert engine.ask(prompt(4), **asked).reason == reason
+
+
+def test_a_question_with_half_a_hash_is_answered(start: Start) -> None:
+    engine = start()
+    engine.send(events.Ask("asker", "lease", b"x" * 33, BLOCK, 99))
+    assert engine.next(events.Leased).reason == "layouts_differ"
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both", "kv_producer"])
+def test_any_role_answers(start: Start, role: str) -> None:
+    engine = start(role)
+    engine.run(prompt(4))
+    assert engine.ask(prompt(4)).tokens == 4 * BLOCK
+
+
+@pytest.mark.parametrize(
+    "specs", [[LATENT], [replace(FULL, sliding_window=2 * BLOCK)], [WINDOW], [FULL, WINDOW]]
+)
+def test_layouts_that_are_leased(
+    start: Start, monkeypatch: pytest.MonkeyPatch, specs: list[KVCacheSpec]
+) -> None:
+    engine = start(specs=specs)
+    assert engine.hold(prompt(4)).tokens == 4 * BLOCK
+    assert engine.ask(prompt(4)).tokens == 4 * BLOCK
 
 
 @pytest.mark.parametrize(
@@ -433,49 +373,323 @@ def test_layouts_that_are_held(start: Callable[..., Engine], specs: list[KVCache
         [RSWASpec(BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32, rswa_window=BLOCK)],
     ],
 )
-def test_layouts_that_cannot_be_cut_are_not_held(
-    start: Callable[..., Engine], specs: list[KVCacheSpec]
+def test_layouts_that_cannot_be_cut_are_not(start: Start, specs: list[KVCacheSpec]) -> None:
+    engine = start(specs=specs)
+    held = engine.hold(prompt(4))
+    assert (held.blocks, held.tokens) == (0, 0)
+    assert engine.ask(prompt(4)).reason == "unsupported"
+    assert engine.used == 0
+
+
+def test_a_router_is_told_what_a_decode_engine_has_itself(start: Start) -> None:
+    engine = start()
+    engine.run(prompt(4))
+    engine.add(prompt(4), 1, carryback_key="key", carryback_find=True)
+    said = engine.next(events.Found)
+    assert (said.key, said.prompt_tokens, said.cached_tokens) == ("key", 4 * BLOCK + 1, 4 * BLOCK)
+    engine.add([8] * 40, 1, carryback_key="new", carryback_find=True)
+    said = engine.next(events.Found)
+    assert (said.key, said.prompt_tokens, said.cached_tokens) == ("new", 40, 0)
+
+
+# -- what a prefill engine reads
+
+
+def test_what_a_decode_engine_has_is_read(start: Start) -> None:
+    decode, engine = start(), start("kv_producer", rank=1)
+    held = decode.hold(prompt(6))
+    request = prefill(engine, prompt(6), [decode.address], carryback_tip=tip(held))
+    reads(engine, request)
+    assert decode.settle().leased == 6
+    engine.step(received=[request.request_id])
+    assert reuse_of(engine, request) == {
+        "outcome": "hit", "tokens": 6 * BLOCK, "cached": 0, "recomputed": 1, "reason": "verified",
+        "found": 6 * BLOCK, "holder": decode.side.engine_id, "asked": 1,
+    }  # fmt: skip
+    assert decode.settle().leased == 0
+    assert_nothing_waits(engine)
+
+
+def assert_nothing_waits(engine: Engine) -> None:
+    side = engine.side
+    assert not any(map(len, (side._matches, side._reading, side._waiting, side._line, side._loaded)))
+    assert side._peers is None or not (side._peers._questions or side._peers._by_lease)
+    assert side._guarded.failures == 0
+
+
+def test_what_is_here_already_is_not_read(start: Start) -> None:
+    """This engine's own prefix cache first, then what was found beyond it."""
+    decode, engine = start(), start("kv_producer", rank=1)
+    decode.run(prompt(6, seed=3, shared=4))
+    engine.run(prompt(4, seed=9, shared=4))
+    request = prefill(engine, prompt(6, seed=3, shared=4), [decode.address])
+    reads(engine, request)
+    engine.step(received=[request.request_id])
+    reuse = reuse_of(engine, request)
+    assert (reuse["outcome"], reuse["cached"], reuse["tokens"]) == ("hit", 4 * BLOCK, 2 * BLOCK)
+    request = prefill(engine, prompt(6, seed=3, shared=4), [decode.address])
+    reuse = reuse_of(engine, request)
+    assert (reuse["outcome"], reuse["reason"], reuse["cached"]) == ("hit", "local_cache", 6 * BLOCK)
+    assert decode.settle().leased == 0
+    assert_nothing_waits(engine)
+
+
+@pytest.mark.parametrize("end", ["broken off while asked", "broken off while reading", "failed"])
+def test_a_lease_ends_with_its_request(start: Start, end: str) -> None:
+    decode, engine = start(), start("kv_producer", rank=1)
+    decode.run(prompt(6))
+    request = prefill(engine, prompt(6), [decode.address])
+    if end == "broken off while asked":
+        engine.abort(request)
+    else:
+        reads(engine, request)
+        assert decode.settle().leased == 6
+        if end == "failed":
+            engine.step(failed=[request.request_id])
+            reuse = reuse_of(engine, request)
+            assert (reuse["outcome"], reuse["tokens"], reuse["reason"]) == ("miss", 0, "load_failed")
+        else:
+            engine.abort(request)
+            assert decode.settle().leased == 6  # the worker may be reading still
+            engine.step(received=[request.request_id])
+    while decode.settle().leased:
+        pass
+    assert decode.used == 0
+    engine.step()
+    assert_nothing_waits(engine)
+
+
+def test_a_prompt_waits_no_longer_than_its_time_for_an_engine_that_is_gone(start: Start) -> None:
+    engine = start("kv_producer", carryback_ask_timeout_s=0.3)
+    request = prefill(engine, prompt(6), ["tcp://127.0.0.1:1", "no address", 7])  # type: ignore[list-item]
+    reuse = reuse_of(engine, request)
+    assert (reuse["outcome"], reuse["reason"], reuse["asked"]) == ("miss", "no_answer", 0)
+
+
+def test_engines_of_the_setting_are_asked_where_no_router_names_any(start: Start) -> None:
+    decode = start()
+    decode.run(prompt(6))
+    engine = start("kv_producer", rank=1, carryback_peers=[decode.address])
+    request = engine.add(prompt(6), 1, do_remote_decode=True, carryback_key="key", carryback_tell=True)
+    reads(engine, request)
+    engine.step(received=[request.request_id])
+    assert reuse_of(engine, request)["tokens"] == 6 * BLOCK
+    # A router that asks nobody means it.
+    request = prefill(engine, prompt(6, seed=2), [])
+    assert reuse_of(engine, request)["reason"] == "off"
+
+
+def test_both_roles_in_one_engine(start: Start) -> None:
+    one, other = start("kv_both"), start("kv_both", rank=1)
+    one.run(prompt(6))
+    request = prefill(other, prompt(6), [one.address])
+    reads(other, request)
+    other.step(received=[request.request_id])
+    told = other.next(events.Prefilled, step=True)
+    record = events.transfer_params(told.params)
+    decoded = one.add(prompt(6), 2, carryback_key="decoded", hold_s=60, **record)
+    reads(one, decoded)
+    one.step(received=[decoded.request_id])
+    while not decoded.is_finished():
+        one.step()
+    assert one.next(events.Held).blocks == 6
+
+
+def test_too_many_leases_are_asked_for_again_when_the_turn_has_come(start: Start) -> None:
+    decode, engine = start(), start("kv_producer", rank=1)
+    held = decode.hold(prompt(28))
+    decode.run(prompt(20, seed=2))
+    blocker = prefill(engine, prompt(20, seed=2), [decode.address])
+    reads(engine, blocker)
+    request = prefill(engine, prompt(28), [decode.address], carryback_tip=tip(held))
+    first = engine.side._line.first
+    engine.side._line.first = lambda can_go=None: "somebody else"
+    while request.request_id not in engine.side._matches:
+        engine.step()
+    assert engine.side._matches[request.request_id].reason == "too_many_leases"
+    engine.step(received=[blocker.request_id])
+    while decode.settle().leased:
+        pass
+    engine.side._line.first = first
+    reads(engine, request)
+    engine.step(received=[request.request_id])
+    engine.next(events.Prefilled, step=True)
+    reuse = reuse_of(engine, request)
+    assert (reuse["outcome"], reuse["tokens"], reuse["reason"]) == ("hit", 28 * BLOCK, "verified")
+
+
+def test_what_a_conversation_had_is_known_when_engines_are_asked_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert start(specs=specs).hold(prompt(4)).blocks == 0
+    decode, engine = start(), start("kv_producer", rank=1)
+    held = decode.hold(prompt(28))
+    monkeypatch.setattr(decode.side._leases, "_each", 0)
+    request = prefill(engine, prompt(28), [decode.address], carryback_tip=tip(held))
+    reuse = reuse_of(engine, request)
+    assert (reuse["outcome"], reuse["reason"], reuse["found"]) == ("miss", "too_many_leases", 28 * BLOCK)
+    decode.send(events.Release([held.key]))
+    decode.settle()
+    decode.rpc("load_new_weights")
+    asked = prefill(engine, prompt(28, seed=7), [decode.address], carryback_tip=tip(held))
+    expected = engine.side._expect(asked, asked.kv_transfer_params)
+    assert expected == engine.side._expect(asked, asked.kv_transfer_params)
+    assert (expected.expected, expected.is_changed) == (28 * BLOCK, True)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "is_read"),
+    ("change", "reason"),
     [
-        ({"tp_size": 1}, True),
-        ({"tp_size": 2}, True),
-        # The model has two KV heads: more ranks hold copies.
-        ({"tp_size": 4}, False),
-        ({"pp_size": 1}, True),
-        ({"pp_size": 2}, False),
+        (lambda record: record.update(remote_num_tokens=BLOCK), "unverified"),
+        (lambda record: record.update(tp_size=4), "layouts_differ"),
+        (lambda record: record.update(pp_size=2), "layouts_differ"),
+        (lambda record: record.update(remote_request_id="request-7"), "unverified"),
+        (lambda record: record.update(remote_block_ids=[[1], [2]]), "layouts_differ"),
     ],
+    ids=["tokens", "ranks", "stages", "no lease", "groups"],
 )
-def test_ranks_that_do_not_fit_are_not_read(
-    start: Callable[..., Engine], ranks: dict[str, int], is_read: bool
+def test_what_an_engine_of_ours_says_is_verified(
+    start: Start, monkeypatch: pytest.MonkeyPatch, change: Any, reason: str
 ) -> None:
-    record = record_of(start().hold(prompt(4)), **ranks)
-    prefill = start("kv_producer", rank=1)
-    request = prefill.add(prompt(4), 1, carryback_key="key", carryback_tell=True, **record)
-    prefill.step()
-    if is_read:
+    decode, engine = start(), start("kv_producer", rank=1)
+    decode.run(prompt(4))
+    seal = decode.side._sealer.seal
+
+    def changed(record: dict[str, Any], **options: Any) -> None:
+        change(record)
+        seal(record, **options)
+
+    monkeypatch.setattr(decode.side._sealer, "seal", changed)
+    reuse = reuse_of(engine, prefill(engine, prompt(4), [decode.address]))
+    assert (reuse["outcome"], reuse["reason"]) == ("miss", reason)
+    assert decode.settle().leased == 0
+
+
+def test_what_another_has_sealed_is_not_read(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, engine = start(), start("kv_producer", rank=1)
+    decode.run(prompt(4))
+    monkeypatch.setattr(decode.side, "_sealer", Sealer(b"another"))
+    reuse = reuse_of(engine, prefill(engine, prompt(4), [decode.address]))
+    assert (reuse["outcome"], reuse["reason"]) == ("miss", "unverified")
+
+
+@pytest.mark.parametrize("how", ["pause", "no cache", "below the threshold", "too short"])
+def test_why_nothing_is_read(start: Start, how: str) -> None:
+    decode = start(caches=how != "no cache")
+    engine = start("kv_producer", rank=1)
+    tokens = [3] * BLOCK if how == "too short" else prompt(4)
+    decode.run(tokens)
+    if how == "pause":
+        decode.side.pause(True)
+    threshold = {"carryback_threshold": 1000} if how == "below the threshold" else {}
+    reuse = reuse_of(engine, prefill(engine, tokens, [decode.address], **threshold))
+    assert (reuse["outcome"], reuse["reason"]) == (
+        "miss",
+        {"pause": "no_answer", "no cache": "unsupported_layout", "below the threshold": "below_threshold",
+         "too short": "too_short"}[how],
+    )  # fmt: skip
+    assert decode.settle().leased == 0
+
+
+# Prompts of 10 blocks and one token.
+@pytest.mark.parametrize(
+    ("match", "outcome", "reason"),
+    [
+        ({}, "miss", "new"),
+        ({"reason": "nothing", "asked": 1}, "miss", "new"),
+        ({"reason": "nothing", "cached_tokens": 64}, "hit", "local_cache"),
+        ({"read_tokens": 320, "found": 320}, "hit", "verified"),  # a new conversation's shared beginning
+        ({"read_tokens": 320, "found": 320, "expected": 320}, "hit", "verified"),
+        ({"read_tokens": 64, "cached_tokens": 256, "found": 320, "expected": 320}, "hit", "verified"),
+        ({"reason": "local_cache", "cached_tokens": 320, "expected": 320}, "hit", "local_cache"),
+        ({"read_tokens": 320, "expected": 256}, "hit", "verified"),  # more than the last request left
+        ({"read_tokens": 64, "found": 64, "expected": 320}, "partial", "overwritten"),
+        ({"reason": "nothing", "expected": 320}, "miss", "overwritten"),
+        ({"reason": "nothing", "cached_tokens": 64, "expected": 320}, "partial", "overwritten"),
+        ({"read_tokens": 64, "found": 64, "expected": 320, "is_changed": True}, "partial", "history_changed"),
+        ({"reason": "nothing", "expected": 320, "is_changed": True}, "miss", "history_changed"),
+        ({"read_tokens": 320, "expected": 320, "is_changed": True}, "partial", "history_changed"),
+        ({"reason": "local_cache", "cached_tokens": 320, "expected": 320, "is_changed": True}, "partial", "history_changed"),
+        ({"reason": "below_threshold", "found": 32, "expected": 32}, "miss", "below_threshold"),
+        ({"reason": "too_many_leases", "found": 320, "cached_tokens": 64}, "partial", "too_many_leases"),
+        ({"reason": "no_answer", "expected": 320}, "miss", "no_answer"),
+        ({"reason": "no_answer", "cached_tokens": 64, "expected": 320}, "partial", "no_answer"),
+        ({"reason": "load_failed", "found": 320, "expected": 320}, "miss", "load_failed"),
+        ({"reason": "off"}, "miss", "off"),
+        ({"reason": "plugin_failed"}, "miss", "plugin_failed"),
+        ({"reason": "unsupported_layout"}, "miss", "unsupported_layout"),
+        ({"reason": "too_short"}, "miss", "too_short"),
+    ],
+)  # fmt: skip
+def test_what_a_report_says(match: dict[str, Any], outcome: str, reason: str) -> None:
+    class Prompt:
+        num_prompt_tokens = 10 * BLOCK + 1
+
+    report = _report(Prompt, _Match(**match))  # type: ignore[arg-type]
+    assert (report["outcome"], report["reason"]) == (outcome, reason)
+    assert report["tokens"] + report["cached"] + report["recomputed"] == Prompt.num_prompt_tokens
+
+
+def test_what_a_prompt_can_be_expected_to_find(start: Start) -> None:
+    engine = start("kv_producer")
+    request = engine.request(prompt(6), 1)
+    digest = engine.side._sealer.digests(request.block_hashes[5:6]).hex()
+    for said, expected in (
+        ({"tokens": 6 * BLOCK, "digest": digest}, (6 * BLOCK, False)),
+        ({"tokens": 6 * BLOCK, "digest": "0" * 32}, (6 * BLOCK, True)),
+        ({"tokens": 60 * BLOCK, "digest": digest}, (6 * BLOCK, True)),
+        ({"tokens": BLOCK - 1, "digest": "00"}, (0, False)),
+        ({"tokens": "many", "digest": "00"}, (0, False)),
+        ({"tokens": 64, "digest": 7}, (0, False)),
+        ({"tokens": -64, "digest": "00"}, (0, False)),
+        ({"tokens": 64}, (0, False)),
+        ("text", (0, False)),
+        (None, (0, False)),
+    ):
+        match = engine.side._expect(request, {"carryback_tip": said})
+        assert (match.expected, match.is_changed) == expected, said
+
+
+def test_what_was_not_computed_is_told(start: Start) -> None:
+    engine = start("kv_producer")
+    told = []
+    for key in "ab":
+        engine.run(prompt(4), do_remote_decode=True, carryback_key=key, carryback_tell=True)
+        told.append(json.loads(engine.next(events.Prefilled).params))
+    # The second found the first's blocks in the prefix cache.
+    assert [each["remote_prefill_cached_tokens"] for each in told] == [0, 4 * BLOCK]
+    assert [each["carryback_work"]["computed"] for each in told] == [4 * BLOCK + 1, 1]
+
+
+# -- a decode engine reads a prompt's KV
+
+
+@pytest.mark.parametrize("what", ["it", "another prompt", "a forged record", "a lease's record"])
+def test_a_prompts_kv_is_read_if_it_is_that_prompts(start: Start, what: str) -> None:
+    decode, engine = start(), start("kv_producer", rank=1)
+    engine.run(prompt(4), do_remote_decode=True, carryback_key="key", carryback_tell=True)
+    record = events.transfer_params(engine.next(events.Prefilled).params)
+    if what == "a forged record":
+        record["remote_block_ids"] = [[9, 9, 9, 9, 9]]
+    elif what == "a lease's record":
+        answer = engine.ask(prompt(4))
+        record = {**json.loads(answer.record), "do_remote_prefill": True, "do_remote_decode": False}
+        record["carryback"]["digests"] = base64.b64encode(answer.digests).decode()
+    tokens = prompt(4, seed=2) if what == "another prompt" else prompt(4)
+    request = decode.add(tokens, 2, carryback_key="key", **record)
+    decode.step()
+    if what == "it":
         assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         return
-    told = prefill.next(events.Prefilled, step=True)
-    reuse = json.loads(told.params)["carryback_reuse"]
-    assert (reuse["outcome"], reuse["reason"]) == ("miss", "layouts_differ")
+    declined = decode.next(events.Declined)
+    assert declined.reason == ("unverified" if what == "a forged record" else "prompt_differs")
+    while not request.is_finished():
+        decode.step()
 
 
-def test_what_was_not_computed_is_told(start: Callable[..., Engine]) -> None:
-    prefill = start("kv_producer")
-    prefill.run(prompt(4), do_remote_decode=True, carryback_key="a", carryback_tell=True)
-    told = [prefill.next(events.Prefilled)]
-    prefill.run(prompt(4), do_remote_decode=True, carryback_key="b", carryback_tell=True)
-    told.append(prefill.next(events.Prefilled))
-    # The second found the first's blocks in the prefix cache.
-    assert [json.loads(each.params)["remote_prefill_cached_tokens"] for each in told] == [0, 4 * BLOCK]
+# -- the line
 
 
-def test_little_to_compute_goes_before_much(start: Callable[..., Engine]) -> None:
+def test_little_to_compute_goes_before_much(start: Start) -> None:
     engine = start("kv_producer")
     # How long a token takes has to be learned first.
     engine.run(prompt(20, seed=1), do_remote_decode=True)
@@ -490,7 +704,7 @@ def test_little_to_compute_goes_before_much(start: Callable[..., Engine]) -> Non
 
 
 @pytest.mark.parametrize("extra", [{"carryback_patience_s": 0}, {}])
-def test_first_come_first_served(start: Callable[..., Engine], extra: dict[str, Any]) -> None:
+def test_first_come_first_served(start: Start, extra: dict[str, Any]) -> None:
     engine = start("kv_producer", **extra)
     if extra:
         engine.run(prompt(20, seed=1), do_remote_decode=True)
@@ -501,7 +715,7 @@ def test_first_come_first_served(start: Callable[..., Engine], extra: dict[str, 
     assert short.is_finished()
 
 
-def test_nobody_waits_for_who_was_broken_off(start: Callable[..., Engine]) -> None:
+def test_nobody_waits_for_who_was_broken_off(start: Start) -> None:
     engine = start("kv_producer")
     engine.run(prompt(20, seed=1), do_remote_decode=True)
     long = engine.add(prompt(30, seed=2), 1, do_remote_decode=True)
@@ -510,110 +724,121 @@ def test_nobody_waits_for_who_was_broken_off(start: Callable[..., Engine]) -> No
     assert long.is_finished()
 
 
-@pytest.mark.parametrize("patience_s", [-1, "long", float("inf")])
-def test_a_patience_that_is_none_is_refused(start: Callable[..., Engine], patience_s: object) -> None:
-    with pytest.raises(RuntimeError, match="carryback_patience_s"):
-        start("kv_producer", carryback_patience_s=patience_s)
-
-
-def broken(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("a fault of the plug-in")
+# -- faults of ours
 
 
 @pytest.mark.parametrize(
     "piece",
-    ["_take_in", "_is_next", "_match", "_given_blocks", "_reads_ended", "_leave", "_keep", "_pin", "_unpin"],
-)
+    ["_take_in", "_look", "_find", "_decide", "_is_next", "_waits", "_given_blocks", "_reads_ended", "_leave_line", "_pin",
+     "_tell_held", "_unpin", "_answer"],
+)  # fmt: skip
 def test_a_fault_of_ours_ends_no_decode_engine(
-    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, piece: str
+    start: Start, monkeypatch: pytest.MonkeyPatch, piece: str
 ) -> None:
     engine = start()
-    ours = engine.scheduler.connector.connector_scheduler
-    older = engine.hold(prompt(4))
+    older = engine.hold(prompt(4, seed=1), hold_s=60)
     with monkeypatch.context() as patch:
-        patch.setattr(ours, piece, broken)
-        held = engine.hold(prompt(4, seed=2))
-        engine.read(older.request)
-        engine.read(held.request)
+        patch.setattr(engine.side, piece, broken)
+        engine.run(prompt(4, seed=2), carryback_key="key", hold_s=60, carryback_find=True)
+        engine.send(
+            events.Ask("asker", "carryback-lease-x", engine.request(prompt(4), 1).block_hashes[0], BLOCK, 99)
+        )
+        engine.send(events.Release([older.key]))
+        engine.next(events.Hello)
+        engine.next(events.Hello)
+    assert engine.side._guarded.failures > 0 or piece == "_unpin"
+    engine.send(events.Done(["carryback-lease-x"]))
+    engine.send(events.Release(["key", older.key]))
+    engine.settle()
     assert engine.used == 0
-    # Where what is to be held is decided or sealed, nothing is held, and the router hears so.
-    assert (held.blocks == 0) == (piece in ("_keep", "_pin"))
-    assert ours._guarded.failures > 0 or piece == "_match"  # a request with nothing to read needs none
-    engine.read(engine.hold(prompt(4, seed=3)).request)
-    assert engine.used == 0
+    held = engine.hold(prompt(4, seed=3))
+    assert (held.blocks, engine.used) == (4, 4)
 
 
 @pytest.mark.parametrize(
-    "piece", ["_take_in", "_is_next", "_match", "_offer", "_cut", "_readable", "_ranks_fit"]
-)
+    "piece", ["_take_in", "_look", "_ask", "_decide", "_match_found", "_expect", "_take_record", "_why_refused", "_is_next",
+              "_waits", "_asks_again", "_threshold_of"],
+)  # fmt: skip
 def test_a_fault_of_ours_makes_a_prefill_engine_compute(
-    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, piece: str
+    start: Start, monkeypatch: pytest.MonkeyPatch, piece: str
 ) -> None:
-    held = start().hold(prompt(4))
-    prefill = start("kv_producer", rank=1)
-    ours = prefill.scheduler.connector.connector_scheduler
+    decode, engine = start(), start("kv_producer", rank=1)
+    decode.run(prompt(4))
     with monkeypatch.context() as patch:
-        patch.setattr(ours, piece, broken)
-        request = prefill.add(prompt(4), 1, carryback_key="key", carryback_tell=True, **record_of(held))
-        told = prefill.next(events.Prefilled, step=True)
-    assert request.is_finished()
-    reuse = json.loads(told.params)["carryback_reuse"]
-    assert (reuse["outcome"], reuse["tokens"], reuse["reason"]) == ("miss", 0, "plugin_failed")
-    assert ours._guarded.failures > 0
-    # Its own record is good: a decode engine can read what was computed.
-    assert json.loads(told.params)["remote_num_tokens"] == len(prompt(4))
+        patch.setattr(engine.side, piece, broken)
+        request = prefill(engine, prompt(4), [decode.address])
+        if piece == "_waits":  # which says only when vLLM need not look
+            reads(engine, request)
+            engine.step(received=[request.request_id])
+            reuse_of(engine, request)
+        else:
+            reuse = reuse_of(engine, request)
+            assert (reuse["outcome"], reuse["tokens"], reuse["reason"]) == ("miss", 0, "plugin_failed")
+    assert engine.side._guarded.failures > 0
+    assert decode.settle().leased == 0
+    # What it computed is good: a decode engine can read it.
+    assert engine.used == 5
 
 
-@pytest.mark.parametrize("piece", ["_keep", "_pin"])
-def test_a_prefill_engine_that_cannot_seal_holds_nothing(
-    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, piece: str
+@pytest.mark.parametrize("piece", ["_hand_over", "_seal", "_tail"])
+def test_a_prefill_engine_that_cannot_seal_keeps_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch, piece: str
 ) -> None:
     engine = start("kv_producer")
-    monkeypatch.setattr(engine.scheduler.connector.connector_scheduler, piece, broken)
-    request = engine.add(prompt(4), 1, do_remote_decode=True)
+    monkeypatch.setattr(engine.side, piece, broken)
+    request = engine.add(prompt(4), 1, do_remote_decode=True, carryback_key="key")
     engine.step()
     assert request.is_finished()
     assert engine.used == 0
+    assert (engine.side._prompts, engine.side._prompt_keys) == ({}, {})
 
 
 def test_a_request_that_waits_goes_on_after_a_fault_of_ours(
-    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start()
-    ours = engine.scheduler.connector.connector_scheduler
     request = engine.add(prompt(4), 1, carryback_key="key", carryback_await=600)
     engine.step()
     assert not request.is_finished()
-    monkeypatch.setattr(ours, "_may_go_on", broken)
+    monkeypatch.setattr(engine.side, "_waits", broken)
+    monkeypatch.setattr(engine.side, "_may_go_on", broken)
     engine.step()
     assert request.is_finished()
-    assert not ours._waiting
+    assert not engine.side._waiting
 
 
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer"])
 @pytest.mark.parametrize(
     "params",
     [
-        {"_carryback_reads": "nobody's"},
+        {"_carryback_ask": "nobody's", "_remote_blocks_processed": True},
         {"carryback_await": "long"},
-        {"hold_s": "long", "carryback_release": 7},
-        {"carryback_record": {"_carryback_reads": ["unhashable"], "carryback": {"mac": "x", "v": {}}}},
-        {"carryback_release": {"a": 1}, "carryback_threshold": "many", "carryback_key": 7},
+        {"hold_s": "long", "carryback_find": "yes"},
+        {"carryback": {"mac": "x", "v": {}}, "remote_block_ids": [[1]], "do_remote_decode": True},
+        {
+            "carryback_ask": {"a": 1},
+            "carryback_threshold": "many",
+            "carryback_key": 7,
+            "do_remote_decode": True,
+        },
+        {"carryback_ask": [1, None], "carryback_tip": [], "do_remote_decode": True},
         {"remote_block_ids": [[1]], "do_remote_prefill": True, "remote_engine_id": {}},
     ],
 )
-def test_what_a_request_may_come_with(start: Callable[..., Engine], params: dict[str, Any]) -> None:
+def test_what_a_request_may_come_with(start: Start, role: str, params: dict[str, Any]) -> None:
     """The engine answers it, and nothing of it stays there for ever."""
-    engine = start()
-    engine.run(prompt(4), **params)
-    held = engine.hold(prompt(4, seed=2))
-    engine.read(held.request)
-    assert engine.released().reason == "read"
+    engine = start(role)
+    name = engine.run(prompt(4), **params)
+    engine.read(name)
+    engine.step()
+    assert engine.used == 0
+    assert_nothing_waits(engine)
 
 
 @pytest.mark.parametrize(("said", "billed"), [(0, 0), (64, 64), (10**6, 4 * BLOCK), (-5, 0)])
 @pytest.mark.parametrize("waits", [False, True])
 def test_usage_says_what_the_router_said(
-    start: Callable[..., Engine], port: int, said: int, billed: int, waits: bool
+    start: Start, port: int, said: int, billed: int, waits: bool
 ) -> None:
     engine = start()
     engine.run(prompt(4))  # its own prefix cache has most of the prompt now, and does not count
@@ -637,7 +862,7 @@ def test_usage_says_what_the_router_said(
     assert [(stats.num_cached_tokens, stats.num_cache_creation_tokens) for stats in taken] == [(billed, 0)]
 
 
-def test_who_waits_is_told_where_kv_is_and_nothing_else(start: Callable[..., Engine], port: int) -> None:
+def test_who_waits_is_told_where_kv_is_and_nothing_else(start: Start) -> None:
     engine = start()
     mine = engine.hold(prompt(4, seed=2))
     request = engine.add(prompt(4), 1, carryback_key="key", carryback_await=600, hold_s=60)
@@ -646,219 +871,24 @@ def test_who_waits_is_told_where_kv_is_and_nothing_else(start: Callable[..., Eng
     for _ in range(500):
         deep = [deep]
     params = {
-        "carryback_await": 600, "carryback_release": [mine.request], "carryback_key": "another", "hold_s": 0,
-        "_carryback_reads": "nobody's", "later": deep,
+        "carryback_await": 600, "carryback_key": "another", "hold_s": 0, "carryback_ask": ["tcp://127.0.0.1:1"],
+        "_carryback_ask": "nobody's", "later": deep,
     }  # fmt: skip
-    with zmq.Context() as context, context.socket(zmq.XSUB) as router:
-        router.setsockopt(zmq.LINGER, 0)
-        router.connect(f"tcp://127.0.0.1:{port}")
-        router.send(events.encode_command(events.Go("key", json.dumps(params).encode())))
-        held = engine.next(events.Held, step=True)
+    engine.send(events.Go("key", json.dumps(params).encode()))
+    held = engine.next(events.Held, step=True)
     assert request.is_finished()
-    assert (held.key, held.blocks) == ("key", 5)
-    assert held.pinned == 10  # the other's is held as before
-    assert engine.scheduler.connector.connector_scheduler._guarded.failures == 0
-    assert "later" not in request.kv_transfer_params
+    assert (held.key, held.blocks) == ("key", 4)
+    assert held.pinned == 4 + mine.blocks  # the other's is held as before
+    assert engine.side._guarded.failures == 0
+    assert "later" not in (request.kv_transfer_params or {})
 
 
-@pytest.mark.parametrize("how", ["reset", "pause", "rpc", "asked"])
-@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer"])
-def test_what_is_held_is_let_go_of_before(start: Callable[..., Engine], role: str, how: str) -> None:
-    engine = start(role)
-    is_prefill = role == "kv_producer"
-    epoch = engine.scheduler.connector.connector_scheduler._epoch
-    if is_prefill:
-        engine.run(prompt(4), do_remote_decode=True)
-    else:
-        engine.hold(prompt(4))
-    engine.step()
-    assert engine.used == 5
-    before = epoch.name
-    if how == "reset":
-        assert engine.scheduler.reset_prefix_cache()
-    elif how == "pause":
-        engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-    elif how == "rpc":
-        engine.rpc("load_new_weights")
-    else:
-        engine.run([1], carryback_forget=True)
-    if how == "pause" and is_prefill:
-        # Requests that run are about to read it.
-        assert (engine.used, epoch.name) == (5, before)
-        return
-    assert epoch.name != before
-    if how != "asked":
-        assert (engine.used, engine.scheduler.has_requests()) == (0, False)
-    if not is_prefill:
-        assert (engine.released().reason, engine.used) == ("asked", 0)
-    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-    # What the worker says of them later is nothing to the scheduler.
-    engine.run([1])
-    engine.step()
-    assert engine.used == 0
-    if how in ("rpc", "asked"):
-        # Nor is it found in the engine's own cache.
-        request = engine.add(prompt(4), 1)
-        engine.step()
-        assert request.prefill_stats is None or request.prefill_stats.num_local_cached_tokens == 0
-    if not is_prefill:
-        assert engine.hold(prompt(4)).blocks == 5
-
-
-def test_an_rpc_that_changes_no_weights_voids_nothing(start: Callable[..., Engine]) -> None:
+def test_who_is_told_nothing_goes_on_when_its_time_is_over(start: Start) -> None:
     engine = start()
-    engine.hold(prompt(4))
-    engine.rpc("compute_weight_checksums")
-    assert engine.used == 5
-
-
-@pytest.mark.parametrize("how", ["reset", "pause"])
-def test_a_request_that_ran_meanwhile_is_not_held(start: Callable[..., Engine], how: str) -> None:
-    engine = start()
-    request = engine.add(prompt(4), 8, carryback_key="meanwhile", hold_s=60)
+    request = engine.add(prompt(4), 1, carryback_key="key", carryback_await=0.2)
     engine.step()
-    if how == "reset":
-        assert not engine.scheduler.reset_prefix_cache()  # stock code's answer: it runs
-    else:
-        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-    while not request.is_finished():
-        engine.step()
-    held = engine.next(events.Held)
-    assert (held.key, held.blocks, engine.used) == ("meanwhile", 0, 0)
-
-
-def test_a_request_that_is_computed_again_after_a_reset_is_held(start: Callable[..., Engine]) -> None:
-    engine = start()
-    request = engine.add(prompt(4), 8, carryback_key="again", hold_s=60)
+    assert not request.is_finished()
+    engine.next(events.Hello)
+    time.sleep(0.2)
     engine.step()
-    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    while not request.is_finished():
-        engine.step()
-    assert engine.next(events.Held).blocks == 5
-
-
-def test_a_request_that_ends_in_a_pause_is_not_held(start: Callable[..., Engine]) -> None:
-    engine = start()
-    request = engine.add(prompt(4), 3, carryback_key="drained", hold_s=60)
-    engine.step()
-    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)  # `/pause?mode=wait`
-    while not request.is_finished():
-        engine.step()
-    engine.step()
-    assert not engine.scheduler.has_requests()  # else the pause would go on waiting
-    hello = engine.next(events.Hello)
-    while not hello.is_paused:
-        hello = engine.next(events.Hello)
-    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-
-
-def test_who_has_read_is_told_whether_it_is_void(start: Callable[..., Engine]) -> None:
-    side = start().scheduler.connector.connector_scheduler
-    side.set_xfer_handshake_metadata({})
-    address = side.side_channel_host, side.side_channel_port
-    asker = Asker()
-    made = time.perf_counter()
-    sealed = Sealed(side._epoch.name, made)
-    try:
-        earliest = asker.ask(*address, sealed).result()
-        assert earliest is not None
-        assert earliest <= made
-        side.forget("test")
-        assert asker.ask(*address, sealed).result() is None
-    finally:
-        asker.close()
-
-
-class _Read:
-    """A worker that has read what one record says, as far as its last step goes."""
-
-    _is_prefill = True
-
-    def __init__(self, sealed: Sealed, address: tuple[str, int], voided: float = -1.0) -> None:
-        remote = SimpleNamespace(host=address[0], port=address[1])
-        self._recving_transfers: dict[str, list[int]] = {"request": []}
-        self._recving_metadata = {"request": SimpleNamespace(remote=remote)}
-        self._recv_failures: set[str] = set()
-        self._sealed = {"request": sealed}
-        self._to_confirm: dict[str, Any] = {}
-        self._voided = voided
-        self._asker = Asker()
-
-    def outcome(self, stock: Any) -> str:
-        """`good` or `void`, once it is known."""
-        deadline = time.monotonic() + WITHIN_S
-        while time.monotonic() < deadline:
-            done, failed = stock(self)
-            connector.CarrybackWorker._confirm(self, done, failed)
-            if done or failed:
-                return "void" if failed else "good"
-            time.sleep(0.01)
-        pytest.fail("no answer")
-
-
-@pytest.mark.parametrize(
-    "what", ["good", "voided by its holder", "made before this engine's own reset", "its holder has ended"]
-)
-def test_what_was_read_counts_once_it_is_known_to_be_good(start: Callable[..., Engine], what: str) -> None:
-    side = start().scheduler.connector.connector_scheduler
-    side.set_xfer_handshake_metadata({})
-    sealed = Sealed(side._epoch.name, time.perf_counter())
-    if what == "voided by its holder":
-        side.forget("test")
-    read = _Read(
-        sealed,
-        (side.side_channel_host, side.side_channel_port + (what == "its holder has ended")),
-        voided=time.perf_counter() if what == "made before this engine's own reset" else -1.0,
-    )
-
-    def stock(worker: _Read) -> tuple[set[str], set[str]]:
-        return ({"request"} if worker._recving_transfers.pop("request", None) is not None else set()), set()
-
-    try:
-        assert read.outcome(stock) == ("good" if what == "good" else "void")
-    finally:
-        read._asker.close()
-
-
-def test_an_adapter_is_what_its_files_say(tmp_path: Path) -> None:
-    adapters = Adapters()
-
-    def adapter(number: int, folder: str, *, inplace: bool = False) -> Any:
-        return SimpleNamespace(
-            lora_int_id=number, lora_name="a", lora_path=str(tmp_path / folder), load_inplace=inplace
-        )
-
-    for folder, weights in (("one", "1"), ("copy", "1"), ("two", "2")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "adapter_config.json").write_text("{}")
-        (tmp_path / folder / "adapter_model.safetensors").write_text(weights)
-    one, copy, two = (adapter(at, folder) for at, folder in enumerate(("one", "copy", "two")))
-    # Another engine's copy is the same adapter, whatever its path and number; another one's weights are not.
-    assert adapters.print_of(one) == adapters.print_of(copy) != adapters.print_of(two)
-    before = adapters.print_of(one)
-    (tmp_path / "one" / "adapter_model.safetensors").write_text("3")
-    assert adapters.print_of(one) == before  # what is loaded counts, not what lies there
-    assert not adapters.load(one)
-    assert adapters.print_of(one) == before  # vLLM keeps it as well
-    assert adapters.load(adapter(0, "one", inplace=True))
-    assert adapters.print_of(one) != before
-    adapters.spoil(0)
-    assert adapters.print_of(one) != Adapters().print_of(one)
-    # What cannot be read equals nothing.
-    nowhere = adapter(9, "nowhere")
-    assert adapters.print_of(nowhere) == adapters.print_of(nowhere) != Adapters().print_of(nowhere)
-
-
-def test_adapters_of_one_name_and_other_weights_have_other_blocks(
-    start: Callable[..., Engine], tmp_path: Path
-) -> None:
-    engine = start()
-    hashes = []
-    for number, weights in enumerate(("1", "2", "1")):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "adapter_model.safetensors").write_text(weights)
-        adapter = LoRARequest(lora_name="a", lora_int_id=1000 + number, lora_path=str(folder))
-        hashes.append(engine.request(prompt(2), 1, lora_request=adapter).block_hashes)
-    assert hashes[0] == hashes[2] != hashes[1]
+    assert request.is_finished()
