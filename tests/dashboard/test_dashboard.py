@@ -388,6 +388,24 @@ async def test_a_screen_reader_finds_all_of_it(cluster: Cluster, page: Page) -> 
     await accessible(page)
 
 
+async def test_a_step_says_what_was_found_and_not_read(cluster: Cluster, page: Page) -> None:
+    await cluster.pair()
+    router = await cluster.router()
+    await look(page, router)
+    entry = Entry(CHAT, tenant="default", conversation="alpha", turn="t", step=1)
+    step = Step(entry)
+    router.pipeline.shared.live.begin(step)
+    entry.reuse, entry.status = Reuse("miss", 0, "too_many_leases", 120, 0, found=96), 200
+    router.pipeline.shared.live.end(step)
+    await expect(steps(page, "alpha")).to_have_attribute(
+        "aria-label", re.compile("96 more found and not read")
+    )
+    await steps(page, "alpha").focus()
+    await expect(page.get_by_role("tooltip")).to_contain_text("96 more found at a decode engine and not read")
+    reason = page.get_by_role("region", name=REASON).get_by_role("button", name="too many leases")
+    await expect(reason).to_contain_text("would lend no more KV")
+
+
 # -- 500 conversations
 
 

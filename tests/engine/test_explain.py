@@ -90,12 +90,13 @@ async def test_an_answer_that_was_cut(pair: Pair) -> None:
 
 async def test_tool_arguments_that_were_written_anew(pair: Pair) -> None:
     asked = [{"role": "user", "content": document(44, 12)}]
-    body = {
+    body: dict[str, Any] = {
         "model": NAME, "messages": asked, "tools": TOOLS, "tool_choice": "required", "temperature": 0,
         "max_tokens": 300, "logit_bias": no_whitespace(),
     }  # fmt: skip
     async with pair.router(**ON) as client:
         headers = {"X-Conversation-ID": "t"}
+        body["cache_salt"] = client.salt
         first = await client.post("/v1/chat/completions", body, headers)
         assert first.status == 200, first.raw
         message = first.body["choices"][0]["message"]

@@ -432,6 +432,7 @@ async def test_a_beginning_that_another_conversation_has(scene: Scene) -> None:
     known = whole(tokens_of(rules)) - BLOCK
     scene.ask(chat(rules, user("Which way?")), "mine")
     scene.ask(chat(system("Other rules. " * 40), user("Which way?")), "theirs")
+    scene.ask(chat(rules, user("Which way?"), tools=[{"type": "function"}]), "with tools")  # in front of it
     scene.ask(chat(rules, user("How deep?")), "t", reason="verified", outcome="hit", found=known)
     found = await scene.explain()
     assert (found.left_tokens, found.found_tokens, found.holder) == (None, known, "d0")

@@ -14,6 +14,7 @@ function sentence(step) {
     said.push(`${step.outcome}, ${words(step.reason)}`);
     if (promptOf(step)) {
       said.push(`${count(step.reused)} tokens reused, ${count(step.cached)} cached, ${count(step.recomputed)} recomputed`);
+      if (leftOf(step)) said.push(`${count(leftOf(step))} more found and not read`);
     }
     if (!isRunning(step)) said.push(step.generated ? `${count(step.generated)} generated` : "generated: not known");
   }

@@ -255,6 +255,7 @@ function showTip(button) {
   const parts = [element("strong", { text: place(step) }),
     element("span", { text: step.outcome ? `${OUTCOMES[step.outcome]} ${step.outcome}, ${words(step.reason)}` : STATES[step.state] })];
   if (promptOf(step)) parts.push(element("ul", {}, ...["reused", "cached", "recomputed"].map((name) => line(name, step[name])), ...(step.generated ? [line("generated", step.generated)] : [])));
+  if (leftOf(step)) parts.push(element("span", { text: `${count(leftOf(step))} more found at a decode engine and not read` }));
   if (step.ttft_s) parts.push(element("span", { text: `first token ${seconds(step.ttft_s)}${estimate === null ? "" : `, est. ${seconds(estimate)} without reuse`}` }));
   if (hasFailed(step) || step.state === "gone") parts.push(element("span", { class: "bad", text: `${STATES[step.state]} ${step.error}` }));
   tip.replaceChildren(...parts);

@@ -2,7 +2,7 @@
 // What the router has said: conversations ("lanes") with their latest steps, and figures over them.
 
 const NOTHING = {
-  turn: "", step: 0, outcome: "", reason: "", reused: 0, cached: 0, recomputed: 0, generated: 0,
+  turn: "", step: 0, outcome: "", reason: "", found: 0, reused: 0, cached: 0, recomputed: 0, generated: 0,
   ttft_s: 0, prefill_s: 0, saved_s: null, duration_s: 0, prefill_engine: "", decode_engine: "",
   retries: 0, status: 0, error: "",
 };
@@ -11,6 +11,8 @@ const isRunning = (step) => ["prefill", "decode", "answer"].includes(step.state)
 const hasFailed = (step) => step.state === "failed";
 const hasMissed = (step) => step.outcome === "miss" || step.outcome === "partial";
 const promptOf = (step) => step.reused + step.cached + step.recomputed;
+// What a decode engine had, and nobody took.
+const leftOf = (step) => Math.max(step.found - step.reused - step.cached, 0);
 
 /** When the first token would have come without reuse, in seconds; null if that is not known. */
 function estimateOf(step) {
