@@ -99,11 +99,10 @@ REASONS = {
     "too_short": Reason("The prompt fills no block of KV."),
     "off": Reason("The request asked for no reuse: X-Carryback-Reuse: off.", "Leave the header out."),
     "no_answer": Reason(
-        "No decode engine said in time what it had.",
+        "No decode engine said in time what it had; or it was paused.",
         "See that the prefill engine reaches the decode engines' events addresses (GET /admin/engines); raise "
         "carryback_ask_timeout_s if they answer late.",
     ),
-    "paused": Reason("The decode engine that had it was paused.", "Resume it (POST /resume)."),
     "too_many_leases": Reason(
         "So much of the decode engine's KV was being read that it would lend no more.",
         "Nothing, if it is rare. Else give the decode engines more KV cache.",

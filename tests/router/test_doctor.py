@@ -236,7 +236,10 @@ async def test_redis_that_is_down_and_redis_that_is_up(serve: Serve, log: Path) 
     # What a router pins when its Redis goes stays pinned for its time.
     service = await serve(state=url, engine={"settings": Settings(grace_s=0.5)}, hold_s=7, hold_mid_turn_s=7)
     found = await findings(service, log, config=RouterConfig(state=url))
-    assert failed(found) == {"redis", "hold"}  # nobody knows where the conversation is, and it reuses all the same
+    assert failed(found) == {
+        "redis",
+        "hold",
+    }  # nobody knows where the conversation is, and it reuses all the same
     assert "state" in one(found, "redis").fix
     with redis_server(port=port) as server:
         found = await findings(service, log, config=RouterConfig(state=url))

@@ -79,9 +79,7 @@ class Server:
     async def hold(self, key: str, blocks: int) -> None:
         self.seq += 1
         self.pinned += blocks
-        await self.publish(
-            events.Held(self.run, self.seq, key, 64, blocks, 60.0, b"", self.pinned)
-        )
+        await self.publish(events.Held(self.run, self.seq, key, 64, blocks, 60.0, b"", self.pinned))
 
     async def let_go(self, key: str) -> None:
         self.seq += 1

@@ -518,9 +518,7 @@ async def test_what_is_behind_a_url_may_have_changed(scene: Scene) -> None:
     assert codes(found) == ["kv_differs"]
 
 
-@pytest.mark.parametrize(
-    "reason", ["off", "engine_lost", "no_answer", "too_many_leases", "load_failed", "paused"]
-)
+@pytest.mark.parametrize("reason", ["off", "engine_lost", "no_answer", "too_many_leases", "load_failed"])
 async def test_what_no_prompt_is_to_blame_for_is_not_compared(scene: Scene, reason: str) -> None:
     scene.ask(chat(user(f"At 10:00. {WORDS}")))
     scene.ask(chat(user(f"At 10:01. {WORDS}")), reason=reason)

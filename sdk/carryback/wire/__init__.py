@@ -77,7 +77,7 @@ Outcome = Literal["hit", "partial", "miss"]
 # Why a request reused no more than it did; docs/router.md says what each means. Others are another release's.
 ENGINE_REASONS = (
     "verified", "history_changed", "overwritten", "new", "too_short", "below_threshold", "local_cache", "off",
-    "no_answer", "paused", "too_many_leases", "load_failed", "plugin_failed", "unverified", "layouts_differ",
+    "no_answer", "too_many_leases", "load_failed", "plugin_failed", "unverified", "layouts_differ",
     "unsupported_layout",
 )  # fmt: skip
 ROUTER_REASONS = (
