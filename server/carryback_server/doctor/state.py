@@ -20,7 +20,7 @@ async def shared_state(config: RouterConfig, timeout_s: float, max_offset_s: flo
         import redis.asyncio
     except ModuleNotFoundError:
         return fail("redis", "its client is not installed here", "pip install 'carryback[redis]'")
-    fix = "start it, or correct state (--state, CARRYBACK_STATE); without it nothing is reused"
+    fix = "start it, or correct state (--state, CARRYBACK_STATE); without it routers remember nothing"
     try:
         async with asyncio.timeout(timeout_s), redis.asyncio.Redis.from_url(config.state) as client:
             seconds, microseconds = await client.time()
