@@ -119,8 +119,7 @@ class Reuse:
         reason: one word, of `ENGINE_REASONS` or `ROUTER_REASONS`.
         recomputed: prompt tokens that the prefill engine computed.
         cached: prompt tokens that the prefill engine had in its own prefix cache.
-        found: prompt tokens, from the first on, that a decode engine had; with `history_changed` the prompt left what
-            the conversation had before here.
+        found: prompt tokens, from the first on, that the decode engine that had most of them had.
     """
 
     outcome: Outcome
