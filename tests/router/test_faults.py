@@ -34,13 +34,15 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"requi
 MODELS = whole(b'{"data":[{"id":"stub"}]}')
 
 
-async def first_turn(service: Service, name: str) -> StubEngine:
-    """A first turn; the decode engine that now holds its KV."""
+async def first_turn(service: Service, name: str) -> tuple[StubEngine, list[Any]]:
+    """A first turn; the decode engine that now pins its KV, and the messages of the second turn."""
     before = {id(engine): engine.pinned for engine in service.decodes}
-    answer = await service.chat(FIRST, name)
+    messages = [user(f"{name}: {TEXT}")]
+    answer = await service.chat(messages, name)
     assert answer.status == 200
-    await until(lambda: any(each.pinned > before[id(each)] for each in service.decodes), "it is held")
-    return next(each for each in service.decodes if each.pinned > before[id(each)])
+    await until(lambda: any(each.pinned > before[id(each)] for each in service.decodes), "it is pinned")
+    holder = next(each for each in service.decodes if each.pinned > before[id(each)])
+    return holder, [*messages, said(answer.text), user("And then?")]
 
 
 def is_error_event(path: str, answer: Answer, code: str) -> bool:
@@ -69,43 +71,43 @@ async def test_a_prefill_engine_that_fails_is_replaced_by_another(
     serve: Serve, fault: dict[str, Any]
 ) -> None:
     timeout_s = 3.0 if {"hang", "load_delay_s"} & set(fault) else 30
-    service = await serve(2, 1, prefill_timeout_s=timeout_s, held_event_wait_s=30)
+    service = await serve(2, 1, prefill_timeout_s=timeout_s)
     bad, good = service.prefills
     for number in range(30):
-        await first_turn(service, f"c{number}")
+        _, second = await first_turn(service, f"c{number}")
         set_up = bad.fault(hop="prefill", **fault)
-        answer = await service.chat(SECOND, f"c{number}")
+        answer = await service.chat(second, f"c{number}")
         assert answer.status == 200
-        assert answer.text == expected_text(SECOND)
+        assert answer.text == expected_text(second)
+        # Whoever computes it asks what there is of it.
+        assert (answer.reuse.outcome, answer.reuse.reason) == ("hit", "verified")
         if set_up not in bad.faults:
             break
         bad.faults.clear()
-    # The record was given to the one that failed, so the other did not get it.
-    assert (answer.reuse.outcome, answer.reuse.reason) == ("miss", "prefill_failed")
-    assert good.requests[-1].params.get("remote_block_ids") is None
-    # What it stood for is let go of; what the newest answers left is held.
-    if fault != {"hang": True}:
-        await until(lambda: len(service.decode.ranks[0].held) == number + 1, "one is held for each chat")
-    third = [*SECOND, said(answer.text), user("Go on.")]
-    reuse = (await service.chat(third, f"c{number}")).reuse
-    assert (reuse.outcome, reuse.reason) == ("hit", "verified")
+    assert good.requests[-1].params["carryback_ask"] == [service.decode.events]
+    # What it stood for is let go of; what the newest answers left is pinned.
+    await until(lambda: service.decode.leased == 0, "no lease is left")
+    assert service.decode.ranks[0].expired == 0
+    await until(lambda: len(service.decode.ranks[0].held) == number + 1, "one is pinned for each chat")
+    third = [*second, said(answer.text), user("Go on.")]
+    assert (await service.chat(third, f"c{number}")).reuse.outcome == "hit"
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 async def test_without_a_prefill_engine_the_decode_engine_does_all_of_it(serve: Serve, path: str) -> None:
     service = await serve(hold_first_s=60)
-    await first_turn(service, "c")
+    _, second = await first_turn(service, "c")
     await service.prefill.kill()
     for number in range(3):
         body = request_to(path, f"{number} {TEXT}", stream=bool(number % 2))
         answer = await service.post(path, body, conversation=f"alone-{number}")
         assert (answer.status, answer.text) == (200, expected(body, path).text)
         assert answer.reuse.reason in ("prefill_failed", "prefill_unavailable")
-    answer = await service.chat(SECOND, "c")
-    assert answer.text == expected_text(SECOND)
+    answer = await service.chat(second, "c")
+    assert answer.text == expected_text(second)
     await service.prefill.start()
     await until(lambda: service.router.pipeline.pool.of("prefill"), "it is up again")
-    third = [*SECOND, said(answer.text), user("Go on.")]
+    third = [*second, said(answer.text), user("Go on.")]
     answer = await service.chat(third, "c")
     assert answer.text == expected_text(third)
     assert answer.reuse.outcome == "hit"
@@ -115,18 +117,75 @@ async def test_a13_a_prefill_engine_refuses_and_the_client_hears_it_at_once(serv
     service = await serve(2, 2, engine={"max_model_len": 400})
     for path in ENDPOINTS:
         headers = {"X-Conversation-ID": path}
-        assert (await service.post(path, request_to(path), headers)).status == 200
+        text = f"{path}: {TEXT}"
+        assert (await service.post(path, request_to(path, text), headers)).status == 200
         refused = await service.post(path, request_to(path, TEXT * 20), headers)
         assert refused.status == 400
         assert "maximum context length is 400" in refused.error["message"]
         await service.idle()
-        trimmed = await service.post(path, request_to(path, TEXT), headers)
-        assert trimmed.text == expected(request_to(path), path).text
+        trimmed = await service.post(path, request_to(path, text), headers)
+        assert trimmed.text == expected(request_to(path, text), path).text
     await until(lambda: sum(each.pinned for each in service.prefills) == 0, "prefill engines hold nothing")
     await until(
         lambda: sum(len(each.ranks[0].held) for each in service.decodes) == len(ENDPOINTS),
-        "decode engines hold what the last turns left, and no more",
+        "decode engines pin what the last turns left, and no more",
     )
+
+
+@pytest.mark.parametrize("when", ["as it asks", "as it reads", "when it has read"])
+async def test_a_prefill_engine_that_is_killed_leaves_no_lease(serve: Serve, when: str) -> None:
+    service = await serve(2, 1, engine={"settings": Settings(reader_lease_s=4, ask_timeout_s=30)})
+    victim = service.prefills[0]
+    has_begun = {
+        "as it asks": lambda: True,
+        "as it reads": lambda: service.decode.leased,
+        "when it has read": lambda: victim.ranks[0].reads,
+    }
+    for number in range(30):
+        _, second = await first_turn(service, f"c{number}")
+        fault = {"first_delay_s": 60} if when == "when it has read" else {"load_delay_s": 60}
+        set_up = victim.fault(hop="prefill", **fault)
+        service.decode.answers = 1.0 if when == "as it asks" else ""
+        asking = asyncio.create_task(service.chat(second, f"c{number}"))
+        asked = service.decode.asked
+        await until(lambda asked=asked: service.decode.asked > asked, "it asks")
+        if victim.running:
+            await until(has_begun[when], when)
+            await victim.kill()
+        answer = await asking
+        assert (answer.status, answer.text) == (200, expected_text(second))
+        if set_up not in victim.faults:
+            break
+        victim.faults.clear()
+    assert not victim._is_up
+    assert answer.reuse.outcome == "hit"
+    service.decode.answers = ""
+    await until(lambda: service.decode.leased == 0, "no lease is left")
+    await victim.start()
+    for number in range(4):
+        await first_turn(service, f"again-{number}")
+
+
+@pytest.mark.parametrize("answers", ["never", 5.0, "too_many_leases"])
+async def test_decode_engines_that_do_not_say_what_they_have_cost_reuse_and_nothing_else(
+    serve: Serve, answers: str | float
+) -> None:
+    service = await serve(1, 2, engine={"settings": Settings(ask_timeout_s=0.5)})
+    holder, second = await first_turn(service, "c")
+    holder.answers = answers
+    answer = await service.chat(second, "c")
+    assert (answer.status, answer.text, answer.reuse.tokens) == (200, expected_text(second), 0)
+    refuses = answers == "too_many_leases"
+    # (The other one has answered that it has nothing.)
+    assert answer.reuse.reason == ("too_many_leases" if refuses else "overwritten")
+    holder.answers = ""
+    asked = holder.asked
+    third = [*second, said(answer.text), user("Go on.")]
+    answer = await service.chat(third, "c")
+    assert answer.text == expected_text(third)
+    # Who did not answer is left out for a while.
+    assert (holder.asked > asked, answer.reuse.outcome == "hit") == (refuses, refuses)
+    await until(lambda: not any(each.leased for each in service.decodes), "no lease is left")
 
 
 # -- a decode engine is lost before its first byte
@@ -146,14 +205,14 @@ async def test_a15_before_the_first_byte_another_decode_engine_does_it(
     for number, fault in enumerate(EARLY):
         if not stream and "error_after" in fault:
             continue
-        holder = await first_turn(service, f"c{number}")
+        holder, second = await first_turn(service, f"c{number}")
         other = next(each for each in service.decodes if each is not holder)
         pending = holder.fault(hop="decode", **fault)
         service.prefill.fault(hop="prefill", first_delay_s=0.3)
         asked = len(other.requests)
-        answer = await service.chat(SECOND, f"c{number}", stream=stream)
+        answer = await service.chat(second, f"c{number}", stream=stream)
         assert pending not in holder.faults
-        assert (answer.status, answer.is_cut, answer.text) == (200, False, expected_text(SECOND)), fault
+        assert (answer.status, answer.is_cut, answer.text) == (200, False, expected_text(second)), fault
         assert len(other.requests) == asked + 1
         # What broke off while it waited says nothing about the transfer.
         at_once = "status" in fault or fault.get("drop") in ("before_status", "before_first_byte")
@@ -385,22 +444,29 @@ async def test_a16_a_client_that_leaves_ends_both_hops(serve: Serve, path: str, 
     assert (await service.post(path, body, conversation="c")).text == expected(body, path).text
 
 
-async def test_a16_a_client_that_leaves_during_a_later_turn_leaves_nothing_held(serve: Serve) -> None:
+async def test_a16_a_client_that_leaves_during_a_later_turn_leaves_what_the_one_before_left(
+    serve: Serve,
+) -> None:
     service = await serve()
     for fault, hop in (
-        ({"load_delay_s": 0.3}, "prefill"),
+        ({"load_delay_s": 60}, "prefill"),
         ({"first_delay_s": 60}, "prefill"),
+        ({"load_delay_s": 0.3}, "decode"),
         ({"first_delay_s": 60}, "decode"),
     ):
         await service.chat(FIRST, "c")
-        await until(lambda: service.decode.pinned, "it is held")
+        await until(lambda: service.decode.pinned, "it is pinned")
+        pinned = service.decode.pinned
         engine = service.prefill if hop == "prefill" else service.decode
         engine.fault(hop=hop, **fault)
         body = {"messages": SECOND, "stream": True}
-        await leave(service, CHAT, body, lambda engine=engine: engine.running, reset=False)
-        await service.unpinned()
+        await leave(service, CHAT, body, lambda engine=engine: engine.running and engine.in_use, reset=False)
+        await service.idle()
+        await until(lambda: service.prefill.in_use == 0 == service.decode.leased, "nothing is left of it")
+        assert service.decode.ranks[0].expired == 0
+        await until(lambda pinned=pinned: service.decode.in_use == pinned, "what was pinned is pinned")
         following = await service.chat(SECOND, "c")
-        assert following.text == expected_text(SECOND)
+        assert (following.text, following.reuse.outcome) == (expected_text(SECOND), "hit")
         await service.session.delete(service.url + "/v1/conversations/c")
         await service.unpinned()
 
@@ -807,7 +873,7 @@ async def test_a_prefill_engine_without_the_plugin_reads_nothing(serve: Serve) -
         service = await serve(prefill=0, engines=[stock.config()])
         held = await service.chat(FIRST, "c")
         assert (held.text, held.reuse.reason) == (expected_text(FIRST), "no_plugin")
-        await until(lambda: service.decode.pinned, "it is held")
+        await until(lambda: service.decode.pinned, "it is pinned")
         edited = [user("#" + TEXT[1:]), *SECOND[1:]]
         answer = await service.chat(edited, "c")
         assert (answer.text, answer.reuse.reason) == (expected_text(edited), "no_plugin")

@@ -34,7 +34,7 @@ def redis() -> Iterator[RedisServer]:
 def settings(redis: RedisServer, *engines: StubEngine) -> dict[str, Any]:
     return {
         "engines": [{"role": each.role, "url": each.url, "events": each.events} for each in engines],
-        "state": redis.url, "state_timeout_s": 5.0, "held_event_wait_s": 20.0, "log_format": "text",
+        "state": redis.url, "state_timeout_s": 5.0, "log_format": "text",
     }  # fmt: skip
 
 
