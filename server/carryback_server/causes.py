@@ -1,4 +1,4 @@
-"""Why a prompt does not begin with what is held: what differs between two requests, and what to do about it.
+"""Why a prompt does not begin with what the one before it left: what differs between two requests, and what to do about it.
 
 Nothing here asks anybody: two requests and an answer go in, likely causes come out.
 """

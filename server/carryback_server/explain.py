@@ -1,4 +1,4 @@
-"""Why a request reused what it reused: keeps a conversation's last two requests, and compares them when asked.
+"""Why a request reused what it reused: keeps a conversation's last requests, and compares two when asked.
 
 Requests and answers are prompts and answers of clients: they stay in this process's memory, within a limit.
 """
@@ -205,7 +205,7 @@ class Explanations:
 
 @dataclass
 class Parting:
-    """Where a prompt leaves what is held.
+    """Where a prompt leaves the one before it.
 
     Attributes:
         token: the first token that differs, from 0.
