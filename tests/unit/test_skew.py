@@ -3,8 +3,9 @@
 `tests/recorded/0.1.json` has what release 0.1 wrote, its engines real ones. It is never changed: installations
 are upgraded one process at a time, so what is in it goes on being read, or the version that stands in front of
 it (of events, of seals, of the state) is counted up, and docs/upgrades.md says what that costs. (Before the
-release its records were sealed again, with the tests' key, when seals became version 2, and what it leaves in Redis
-was recorded again when that became version 2. `redis-1.json` has the layout before.)
+release its records were sealed again, with the tests' key, when seals became version 2; its events were written again, of
+what those engines had said, when events became version 3; and what it leaves in Redis was recorded again when that became
+version 2. `redis-1.json` has the layout before.)
 """
 
 from __future__ import annotations
@@ -61,12 +62,10 @@ class Held(msgspec.Struct, tag="held"):
     engine: str
     seq: int
     key: str
-    request: str
     tokens: int
     blocks: int
     hold_s: float
-    record: bytes
-    digests: bytes
+    tip: bytes
     pinned: int
     generated: int = 0
 
@@ -75,7 +74,7 @@ class Released(msgspec.Struct, tag="released"):
     engine: str
     seq: int
     key: str
-    reason: Literal["read", "expired", "asked"]
+    reason: Literal["expired", "asked", "covered", "void"]
     pinned: int
 
 
@@ -93,6 +92,14 @@ class Prefilled(msgspec.Struct, tag="prefilled"):
     params: bytes
 
 
+class Found(msgspec.Struct, tag="found"):
+    engine: str
+    seq: int
+    key: str
+    prompt_tokens: int
+    cached_tokens: int
+
+
 class Go(msgspec.Struct, tag="go"):
     key: str
     params: bytes
@@ -100,10 +107,11 @@ class Go(msgspec.Struct, tag="go"):
 
 TODAY: list[events.Event] = [
     events.Hello("e", 3, 7, 99, takes_go=True, about=events.about({"vllm": "9.9", "later": {}}), time_ns=5),
-    events.Held("e", 4, "key", "req", 64, 4, 480.0, b'{"a":1}', b"\xff" * 64, 7, 12),
-    *(events.Released("e", 5, "key", reason, 3) for reason in ("read", "expired", "asked")),
+    events.Held("e", 4, "key", 64, 4, 480.0, b"\xff" * 16, 7, 12),
+    *(events.Released("e", 5, "key", reason, 3) for reason in ("expired", "asked", "covered", "void")),
     events.Declined("e", 6, "key", "unverified"),
     events.Prefilled("e", 7, "key", b'{"b":2}'),
+    events.Found("e", 8, "key", 194, 160),
 ]
 
 
@@ -121,7 +129,7 @@ def test_events_of_0_1_are_read(name: str) -> None:
 def test_events_of_today_are_read_by_0_1(event: events.Event) -> None:
     _, payload = events.encode(event)
     assert payload[0] == RECORDED["event_version"]
-    read = msgspec.msgpack.decode(payload[1:], type=Hello | Held | Released | Declined | Prefilled)
+    read = msgspec.msgpack.decode(payload[1:], type=Hello | Held | Released | Declined | Prefilled | Found)
     assert type(read).__name__ == type(event).__name__
     assert said(event).items() >= said(read).items()
 
