@@ -98,7 +98,7 @@ class Bench:
     def start_engines(self, chunks: int, pace_ms: float) -> None:
         """The two stub engines."""
         where = []
-        paths = [str(ROOT / "tests"), str(ROOT / "sdk")]
+        paths = [str(ROOT / each) for each in ("tests", "sdk", "server")]
         for role in ("prefill", "decode"):
             port, events = free_port(), free_port()
             command = [

@@ -358,8 +358,10 @@ class Metrics:
         Args:
             asked: how many were asked.
         """
-        self.found_tokens.inc(report.found)
-        self._asked["answered",].inc(report.asked)
+        if report.found:
+            self.found_tokens.inc(report.found)
+        if report.asked:
+            self._asked["answered",].inc(report.asked)
         if asked > report.asked:
             self._asked["silent",].inc(asked - report.asked)
 

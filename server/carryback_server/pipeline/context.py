@@ -75,7 +75,7 @@ class RequestContext:
         entry: for the log, the metrics and the trace.
         step: what operators see of it.
         headers: what the answer says about it.
-        started: when it came, on the event loop's clock.
+        clock, started: the event loop's time, and when it came.
         blame: whose fault it is where it fails.
         kept: what is kept of it to explain its reuse, if anything is.
     """
@@ -85,16 +85,20 @@ class RequestContext:
     entry: Entry
     step: Step
     headers: dict[str, str] = field(default_factory=dict)
-    started: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    clock: Callable[[], float] = field(default_factory=lambda: asyncio.get_running_loop().time)
+    started: float = field(init=False)
     blame: Blame = field(default_factory=Blame)
     kept: Kept | None = None
     asked: Identified = field(init=False)
     last: EngineClient | None = None
 
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
     @property
     def elapsed_s(self) -> float:
         """Seconds since it came."""
-        return asyncio.get_running_loop().time() - self.started
+        return self.clock() - self.started
 
     @property
     def had(self) -> Location | None:

@@ -166,7 +166,7 @@ async def _prefill_at(
     if asked.use:
         shared.metrics.observe_question(len(params["carryback_ask"]), report)
         reason = _reason(reason, is_lost=location is not None and context.last is None)
-    reuse = replace(report, reason=reason)
+    reuse = report if reason == report.reason else replace(report, reason=reason)
     shared.estimate.learn(asked.prompt.size, reuse.prompt_tokens)
     holder = shared.engines.of_run(report.holder) if report.holder else None
     if work is not None:
