@@ -245,6 +245,25 @@ def test_answers_for_others_are_none(engines: Callable[..., Decode], asker: Call
     assert until(lambda: peers.answer("a")).best is None
 
 
+def test_an_engine_that_is_asked_at_two_addresses_answers_each_once(
+    engines: Callable[..., Decode], asker: Callable[..., Peers]
+) -> None:
+    """It publishes what it says on all its links."""
+    engine = engines(None)
+    peers = asker()
+    other = engine.address.replace("127.0.0.1", "localhost")
+    peers.ask("a", [engine.address, other], HASHES, block_size=16, max_tokens=60)
+    first, second = until(lambda: len(engine.asked()) == 2 and engine.asked())
+    engine.answer(first, 32)
+    until(lambda: len(peers._questions["a"].answers) == 1)
+    assert peers.answer("a") is None
+    engine.answer(second, 16)
+    question = until(lambda: peers.answer("a"))
+    assert question.best.tokens == 32
+    assert sorted(each.tokens for each in question.answers.values()) == [16, 32]
+    assert until(engine.done) == [second.lease]
+
+
 @pytest.mark.parametrize(("theirs", "ours"), [("right", "wrong"), ("right", None), (None, "right")])
 def test_without_their_key_there_is_no_answer(
     engines: Callable[..., Decode], asker: Callable[..., Peers], theirs: str | None, ours: str | None
