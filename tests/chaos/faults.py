@@ -18,7 +18,7 @@ from chaos.verdict import Report
 # A process that is killed is away for so long at most, besides its start; one that hangs, for so long.
 MAX_DOWN_S = 3.0
 MAX_PAUSE_S = 7.0
-# Between a snapshot of Redis and the end of the server, which then comes back with old records.
+# Between a snapshot of Redis and the end of the server, which then comes back with what was so then.
 MAX_SNAPSHOT_AGE_S = 3.0
 
 # Of the seven, out at the same time; a slow machine takes long to bring one back.
@@ -109,7 +109,7 @@ class Faults:
         await self._restart_redis(Path(str(folder)))
 
     async def _set_back_redis(self) -> None:
-        """It dies, and comes back from a snapshot: with records that were used since."""
+        """It dies, and comes back from a snapshot: conversations are where they were then."""
         await asyncio.to_thread(self._cluster.redis.client.save)
         await asyncio.sleep(self._rng.uniform(0.2, MAX_SNAPSHOT_AGE_S))
         await self._restart_redis(None)

@@ -3,7 +3,7 @@
 A request may end in the right answer, in an error object with a 5xx status, in a stream that ends with an error
 event after a right beginning, or, if its router was killed meanwhile, in a broken connection; a response to be
 continued may be gone (404) with the Redis that knew it. Wrong is all else: another text, a stream that
-just stops, no end at all, a record that is offered twice, KV that stays pinned or in use, a traceback.
+just stops, no end at all, KV read that is not the prompt's, KV that stays pinned, leased or in use, a traceback.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class Report:
     faults: Counter[str] = field(default_factory=Counter)
     conversations: int = 0
     given_up: int = 0
-    offered: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
 
@@ -67,7 +66,7 @@ class Report:
 
         Args:
             reuse: what its answer says of reuse; empty if nothing.
-            has_history: something may have been held for it.
+            has_history: something may be there of it.
         """
         for span in self._now():
             span.outcomes[outcome] += 1
@@ -126,7 +125,7 @@ class Report:
             lines += [f"{count:8}  {name}" for name, count in counts.most_common()]
         lines += [
             "",
-            f"{self.conversations} conversations, {self.given_up} turns given up, {self.offered} records offered",
+            f"{self.conversations} conversations, {self.given_up} turns given up",
         ]
         lines += [f"{name}: {value}" for name, value in self.facts.items()]
         lines += ["", f"{len(self.failures)} failures"]
@@ -143,7 +142,6 @@ class Report:
                 "faults": self.faults,
                 "conversations": self.conversations,
                 "given_up": self.given_up,
-                "offered": self.offered,
                 **self.facts,
                 "failures": self.failures,
             }

@@ -17,9 +17,10 @@ from carryback_vllm import seal
 from carryback_vllm.seal import Sealer
 from cluster import Cluster, eventually
 from redis_server import RedisServer, redis_server
-from service import until
-from stub_engine import StubEngine
+from service import TEXT, until
+from stub_engine import Settings, StubEngine
 
+EARLIER = json.loads((Path(__file__).parents[1] / "recorded/events-2.json").read_text())
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded/0.1.json").read_text())
 
 
@@ -39,10 +40,27 @@ def earliest(event: events.Event) -> tuple[bytes, bytes]:
     return topic, payload[:1] + msgspec.msgpack.encode(said)
 
 
-def foreign(event: events.Event) -> tuple[bytes, bytes]:
-    """As a release writes it whose events are of another version."""
+def newer(event: events.Event) -> tuple[bytes, bytes]:
+    """As a release writes it whose events are of a later version."""
     topic, payload = events.encode(event)
     return topic, bytes([events.VERSION + 1]) + payload[1:]
+
+
+def earlier(event: events.Event) -> tuple[bytes, bytes]:
+    """As engines wrote it before prefill engines asked others; it does not matter of which request."""
+    topic, _ = events.encode(event)
+    recorded = EARLIER["events"].get(type(event).__name__, EARLIER["events"]["Declined"])
+    return topic, base64.b64decode(recorded["payload"])
+
+
+FOREIGN = pytest.mark.parametrize(
+    ("foreign", "version"), [(newer, events.VERSION + 1), (earlier, EARLIER["version"])]
+)
+
+
+def answers_of_another_release(event: events.Event) -> tuple[bytes, bytes]:
+    """What it says to routers they understand."""
+    return newer(event) if isinstance(event, events.Leased) else events.encode(event)
 
 
 class Later(msgspec.Struct, tag="later"):
@@ -109,7 +127,10 @@ async def test_engines_that_say_no_more_than_the_first_ones(cluster: Cluster) ->
     await gone(prefill, decode)
 
 
-async def test_a_decode_engine_that_the_router_cannot_understand(cluster: Cluster, caplog: Any) -> None:
+@FOREIGN
+async def test_a_decode_engine_that_the_router_cannot_understand(
+    cluster: Cluster, caplog: Any, foreign: Any, version: int
+) -> None:
     prefill = await cluster.engine("prefill")
     decode = await cluster.engine("decode", frames=foreign)
     router = await cluster.router()
@@ -130,14 +151,17 @@ async def test_a_decode_engine_that_the_router_cannot_understand(cluster: Cluste
     await gone(prefill, decode)
     told = [each.message for each in caplog.records if each.levelname == "ERROR"]
     assert len(told) == 1
-    assert f"an engine event of version {events.VERSION + 1}; this is {events.VERSION}" in told[0]
+    assert f"an engine event of version {version}; this is {events.VERSION}" in told[0]
 
 
 async def _reaches(count: Any, value: float) -> bool:
     return bool(await count() >= value)
 
 
-async def test_a_prefill_engine_that_the_router_cannot_understand(cluster: Cluster) -> None:
+@FOREIGN
+async def test_a_prefill_engine_that_the_router_cannot_understand(
+    cluster: Cluster, foreign: Any, version: int
+) -> None:
     prefill = await cluster.engine("prefill", frames=foreign)
     decode = await cluster.engine("decode")
     router = await cluster.router()
@@ -151,7 +175,26 @@ async def test_a_prefill_engine_that_the_router_cannot_understand(cluster: Clust
     await gone(prefill, decode)
 
 
-async def test_engines_half_of_which_the_router_understands(cluster: Cluster) -> None:
+async def test_a_decode_engine_whose_answers_prefill_engines_cannot_understand(cluster: Cluster) -> None:
+    prefill = await cluster.engine("prefill", settings=Settings(ask_timeout_s=0.3))
+    decode = await cluster.engine("decode", frames=answers_of_another_release)
+    router = await cluster.router()
+    for engine in (prefill, decode):
+        await cluster.hears(router, engine)
+    chat = cluster.chat(router)
+    for turn in range(3):
+        reuse = (await chat.say(stream=bool(turn % 2))).reuse
+        assert (reuse.outcome, reuse.reason, reuse.tokens) == ("miss", "no_answer", 0)
+    # What it leased for them is let go of, though they did not hear of it.
+    await until(lambda: decode.leased == 0, "no lease is left")
+    await cluster.delete(router, "/v1/conversations/chat-1")
+    await gone(prefill, decode)
+
+
+@FOREIGN
+async def test_engines_half_of_which_the_router_understands(
+    cluster: Cluster, foreign: Any, version: int
+) -> None:
     prefill = await cluster.engine("prefill")
     ours, other = await cluster.engine("decode"), await cluster.engine("decode", frames=foreign)
     router = await cluster.router()
@@ -159,9 +202,11 @@ async def test_engines_half_of_which_the_router_understands(cluster: Cluster) ->
     hits: list[bool] = []
     while len(set(hits)) < 2:  # either decode engine has had a conversation
         chat = cluster.chat(router, f"chat-{len(hits)}")
-        await chat.say()
+        await chat.say(f"{chat.id}: {TEXT}")
         hits.append((await chat.say()).reuse.outcome == "hit")
-    assert sum(hits) == sum("carryback_record" in each.params for each in prefill.requests)
+    # Who is not understood is not asked.
+    assert all(each.params["carryback_ask"] == [ours.events] for each in prefill.requests)
+    assert other.asked == 0
     for number in range(len(hits)):
         await cluster.delete(router, f"/v1/conversations/chat-{number}")
     await gone(prefill, ours, other)
@@ -203,7 +248,8 @@ async def test_engines_of_two_vllms_are_not_mixed(cluster: Cluster, early: bool)
     chats = [cluster.chat(router, f"chat-{number}") for number in range(12)]
     for turn in range(3):
         for chat in chats:
-            assert (await chat.say()).reuse.outcome == ("hit" if turn else "miss")
+            answer = await chat.say(f"{chat.id}, {turn}: {TEXT}")
+            assert answer.reuse.outcome == ("hit" if turn else "miss")
     for prefill, decode in (old, new):
         assert {each.params["remote_port"] for each in decode.requests if "remote_port" in each.params} <= {
             prefill._side_port

@@ -163,6 +163,17 @@ def test_another_version_is_refused_in_both_directions(version: int) -> None:
             read(other)
 
 
+def test_what_was_written_before_0_1_is_refused_and_not_mistaken() -> None:
+    """Until prefill engines asked decode engines what they have (version 2)."""
+    earlier = json.loads((Path(__file__).parents[1] / "recorded/events-2.json").read_text())
+    refused = f"version {earlier['version']}; this is {events.VERSION}.*releases of carryback"
+    for each in earlier["events"].values():
+        with pytest.raises(ValueError, match=refused):
+            events.decode(raw(each["payload"]))
+    with pytest.raises(ValueError, match=refused):
+        events.decode_command(raw(earlier["go"]))
+
+
 # -- records and their seals
 
 
