@@ -6,8 +6,6 @@ import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,17 +135,29 @@ async def count(hops: Hops, prompt: str) -> int:
         return len((await response.json())["tokens"])
 
 
-@asynccontextmanager
-async def slow_engine(pair: Pair, folder: Path, connector: str, *args: str) -> AsyncIterator[Hops]:
-    """A decode engine of `unsettled.py`, which takes an example's time for each step, beside the pair."""
-    command = pair.another("decode", connector, *args, connector=("unsettled", connector))
-    async with Engines([command], log_dir=folder) as engines:
-        await engines.wait_ready()
-        hops = Hops(pair, command)
-        try:
-            yield hops
-        finally:
-            hops.close()
+# Decode engines of `unsettled.py`: what they are started with.
+SLOW = {
+    "sync": ("SlowConnector", "--no-async-scheduling"),
+    "async, two ranks": ("SlowConnector", "--async-scheduling", "--tensor-parallel-size", "2"),
+    "mutant": ("UnsettledConnector", "--async-scheduling"),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def slow(
+    pair: Pair, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[dict[str, EngineCommand]]:
+    """Decode engines whose steps take long, beside the pair."""
+    commands = {
+        name: pair.another(
+            "decode", name, "--max-num-batched-tokens", "512", *args, connector=("unsettled", connector)
+        )
+        for name, (connector, *args) in SLOW.items()
+    }
+    with pair.paused("decode"):
+        async with Engines([*commands.values()], log_dir=tmp_path_factory.mktemp("slow")) as engines:
+            await engines.wait_ready()
+            yield commands
 
 
 async def wrong_reads(hops: Hops) -> tuple[int, int]:
@@ -189,23 +199,13 @@ async def wrong_reads(hops: Hops) -> tuple[int, int]:
     return len(read), wrong
 
 
-@pytest.mark.parametrize(
-    ("ranks", "scheduling"),
-    [("1", "--no-async-scheduling"), ("2", "--async-scheduling")],
-    ids=["sync", "async-tp2"],
-)
+@pytest.mark.parametrize("name", SLOW)
 async def test_nothing_is_read_before_it_is_written(
-    pair: Pair, tmp_path: Path, ranks: str, scheduling: str
+    pair: Pair, slow: dict[str, EngineCommand], name: str
 ) -> None:
-    args = (scheduling, "--max-num-batched-tokens", "512", "--tensor-parallel-size", ranks)
-    async with slow_engine(pair, tmp_path, "SlowConnector", *args) as hops:
-        reads, wrong = await wrong_reads(hops)
+    hops = Hops(pair, slow[name])
+    reads, wrong = await wrong_reads(hops)
+    hops.close()
     assert reads > 5
-    assert wrong == 0
-
-
-async def test_the_check_fails_where_hashes_are_trusted(pair: Pair, tmp_path: Path) -> None:
-    args = ("--async-scheduling", "--max-num-batched-tokens", "512")
-    async with slow_engine(pair, tmp_path, "UnsettledConnector", *args) as hops:
-        _, wrong = await wrong_reads(hops)
-    assert wrong > 0
+    # The check fails where hashes are trusted.
+    assert (wrong > 0) == (name == "mutant")
