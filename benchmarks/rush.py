@@ -37,8 +37,8 @@ from carryback_server.launch import EngineCommand, Ports, engine_commands, free_
 from carryback_server.supervisor import Engines  # noqa: E402
 from pair import Pair, document  # noqa: E402
 
-# Without prefix caches there is one way for KV to be reused.
-ENGINE_ARGS = ["--no-enable-prefix-caching"]
+# Without a prefix cache there is one way for the prefill engine not to compute.
+PREFILL_ARGS = ["--no-enable-prefix-caching"]
 ARMS = {"prefill": "by what is left to compute", "in-line": "first come, first served"}
 OUT = Console(highlight=False, soft_wrap=True)
 
@@ -47,7 +47,7 @@ def commands(**settings: Any) -> list[EngineCommand]:
     """A prefill engine and a decode engine with the default model."""
     numbers = free_ports(6)
     return engine_commands(
-        ServeConfig(engine_args=ENGINE_ARGS, **settings),
+        ServeConfig(prefill_args=PREFILL_ARGS, **settings),
         device="cpu",
         model_path=str(model.fetch_default_model()),
         ports={"prefill": Ports(*numbers[:3]), "decode": Ports(*numbers[3:])},

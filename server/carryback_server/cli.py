@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -199,6 +199,13 @@ def engine(
     side_channel_port: Annotated[
         int | None, typer.Option(help="Of NIXL's handshake. (default: port + 2)")
     ] = None,
+    decode_peers: Annotated[
+        str | None,
+        typer.Option(
+            help="Events of the decode engines that a prefill engine asks, behind routers that are not carryback's.",
+            metavar="tcp://HOST:PORT,...",
+        ),
+    ] = None,
     config: ConfigFile = None,
     hold_s: HoldS = None,
     kv_recompute_threshold: Threshold = None,
@@ -209,6 +216,8 @@ def engine(
     """Become one engine, a vLLM on this machine, for routers and engines on any."""
     _check_engine_args(engine_args)
     with _explained():
+        if decode_peers and role == "decode":
+            raise ConfigError("--decode-peers is for prefill engines: a decode engine asks nobody")
         settings = load(
             EngineSettings,
             config,
@@ -223,6 +232,7 @@ def engine(
             port=port,
             events_port=events_port,
             side_channel_port=side_channel_port,
+            decode_peers=decode_peers,
             hold_s=hold_s,
             kv_recompute_threshold=kv_recompute_threshold,
             kv_backend=kv_backend,
@@ -233,6 +243,7 @@ def engine(
                 print(line)  # noqa: T201
             return
         command = _engine_command(settings, role)
+        _warn([command])
         print("for the router: " + shlex.join(command.router_words()), flush=True)  # noqa: T201
         os.execvpe(command.argv[0], command.argv, os.environ | command.env)
 
@@ -372,6 +383,7 @@ async def _serve(settings: ServeConfig) -> None:
         commands = launch.engine_commands(
             settings, device=device, model_path=model_path, ports=ports, key=key
         )
+        _warn(commands)
         log_dir = settings.log_dir or model.cache_dir() / "logs" / time.strftime(
             f"%Y%m%d-%H%M%S-{os.getpid()}"
         )
@@ -553,6 +565,7 @@ def _plan(settings: ServeConfig) -> Iterator[str]:
         ports=launch.choose_ports(settings),
         key=None if settings.insecure_dev else "",
     )
+    _warn(commands)
     for command in commands:
         yield ""
         yield f"# The {command.role} engine, in a shell of its own."
@@ -580,6 +593,7 @@ def _engine_plan(settings: EngineSettings, role: Role) -> Iterator[str]:
         address=address.advertised(settings.advertise_host, is_here=False),
         key=None if settings.insecure_dev else "",
     )
+    _warn([command])
     yield command.shell()
     yield f"# For the router: {shlex.join(command.router_words())}"
 
@@ -606,6 +620,12 @@ def _engine_command(settings: EngineSettings, role: Role) -> launch.EngineComman
     return launch.engine_command(
         settings, role, model_path=_model_path(settings.model), address=here, key=key
     )
+
+
+def _warn(commands: Iterable[launch.EngineCommand]) -> None:
+    for command in commands:
+        if command.warning:
+            err.print(f"WARNING: {command.warning}", markup=False, soft_wrap=True)
 
 
 def _check_engine_args(args: list[str] | None) -> None:

@@ -88,10 +88,8 @@ class EngineConfig(BaseModel):
     @field_validator("events")
     @classmethod
     def _check_events(cls, events: str) -> str:
-        if events and not events.startswith("ipc://"):
-            _check_address(events, ("tcp",), "tcp://127.0.0.1:8101")
-            if urlsplit(events).port is None:
-                raise ValueError("the port is missing: want an address such as tcp://127.0.0.1:8101")
+        if events:
+            _check_events_address(events)
         return events
 
     @model_validator(mode="after")
@@ -130,6 +128,13 @@ def _check_address(value: str, schemes: tuple[str, ...], example: str) -> None:
         raise ValueError(f"want an address such as {example}")
     if parts.query or parts.fragment:
         raise ValueError("nothing but host, port and path may be in it")
+
+
+def _check_events_address(value: str) -> None:
+    if not value.startswith("ipc://"):
+        _check_address(value, ("tcp",), "tcp://127.0.0.1:8101")
+        if urlsplit(value).port is None:
+            raise ValueError("the port is missing: want an address such as tcp://127.0.0.1:8101")
 
 
 def _is_ip(text: str) -> bool:
@@ -434,6 +439,19 @@ class EngineSettings(_Settings, LaunchConfig):
     "Of its events; one above `port` unless given."
     side_channel_port: int | None = Field(None, gt=0, le=65535)
     "Of NIXL's handshake; two above `port` unless given, or after the ranks' events where there are several."
+    decode_peers: Separated = []
+    """Addresses of decode engines' events. A prefill engine asks all of them what they have of a prompt, where the
+    router does not say whom to ask: behind routers other than carryback's."""
+
+    @field_validator("decode_peers")
+    @classmethod
+    def _check_decode_peers(cls, addresses: list[str]) -> list[str]:
+        for each in addresses:
+            try:
+                _check_events_address(each)
+            except ValueError as error:
+                raise ValueError(f"{each}: {error}") from error
+        return addresses
 
 
 class ServeConfig(_Settings, RouterConfig, LaunchConfig):

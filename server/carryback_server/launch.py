@@ -32,6 +32,9 @@ ENGINE_API_KEY = "VLLM_API_KEY"
 EVENTS_KEY = "CARRYBACK_EVENTS_KEY"
 SECRETS = (KEY, ENGINE_API_KEY, EVENTS_KEY)
 
+# What is read back from a decode engine is what it has in its prefix cache.
+PREFIX_CACHING = "--enable-prefix-caching"
+
 _LOOPBACK = "127.0.0.1"
 _EVERYWHERE = {"0.0.0.0", "::", ""}
 # vLLM's own default, in tokens.
@@ -74,6 +77,17 @@ class EngineCommand:
     env: dict[str, str]
     url: str
     events: str
+
+    @property
+    def warning(self) -> str:
+        """What will not work with it; empty if all will."""
+        if self.role == "prefill" or is_on(self.argv, PREFIX_CACHING):
+            return ""
+        return (
+            "the decode engine is started without prefix caching: nothing can be read back from it, and each turn's whole "
+            "prompt is computed; leave out --no-enable-prefix-caching for it (with --prefill-args, `serve` gives that "
+            "to the prefill engine alone)"
+        )
 
     def engine(self) -> EngineConfig:
         """The engine as the router's settings name it."""
@@ -345,6 +359,9 @@ def engine_commands(
         ConfigError: the engine arguments hold one that carryback sets by a setting of its own.
     """
     size = int(profiles.recipe_args(config.profile, config.model).get("--tensor-parallel-size", 1))
+    first_events = ports["decode"].events
+    ranks = data_parallel_size([*config.engine_args, *config.decode_args])
+    peers = [f"tcp://{_LOOPBACK}:{port}" for port in range(first_events, first_events + ranks)]
     devices = [",".join(map(str, range(first, first + size))) for first in (0, size)]
     per_role: dict[Role, tuple[str, list[str]]] = {
         "prefill": (config.prefill_devices or devices[0], config.prefill_args),
@@ -360,6 +377,7 @@ def engine_commands(
             model_path=model_path,
             ports=ports[role],
             key=key,
+            peers=peers,
             # The router has a core, too.
             threads=(_cores() - 1) // 2,
             environ=environ,
@@ -396,6 +414,7 @@ def engine_command(
         model_path=model_path,
         ports=ports,
         key=key,
+        peers=config.decode_peers,
         address=address,
         bind=config.host or address,
         threads=_cores() - 1,
@@ -413,6 +432,7 @@ def _command(
     model_path: str,
     ports: Ports,
     key: str | None,
+    peers: Sequence[str],
     threads: int,
     environ: Mapping[str, str],
     address: str = _LOOPBACK,
@@ -450,7 +470,7 @@ def _command(
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", model_path, "--served-model-name", served_name(config)]
     argv += ["--host", bind, "--port", str(ports.http)]
-    kv_transfer = _kv_transfer(config, role, profile, f"tcp://{in_url(bind)}:{ports.events}")
+    kv_transfer = _kv_transfer(config, role, profile, f"tcp://{in_url(bind)}:{ports.events}", peers)
     for option, text in (_options(config, role, profile) | {"--kv-transfer-config": kv_transfer}).items():
         if not has_flag(extra, option):
             argv += [option, text] if text else [option]
@@ -471,11 +491,17 @@ def _cores() -> int:
 def has_flag(args: Sequence[str], flag: str) -> bool:
     """Whether `args` set an option: `--flag value`, `--flag=value`, `--no-flag`, or any of these with
     underscores, which vLLM takes too."""
-    for arg in args:
-        name = arg.split("=", 1)[0].replace("_", "-")
-        if name in (flag, "--no-" + flag.removeprefix("--")):
-            return True
-    return False
+    return bool(_forms(args, flag))
+
+
+def is_on(args: Sequence[str], flag: str) -> bool:
+    """Whether `args` set an option that is on or off, and the last one of its forms says on."""
+    return _forms(args, flag)[-1:] == [flag]
+
+
+def _forms(args: Sequence[str], flag: str) -> list[str]:
+    names = [arg.split("=", 1)[0].replace("_", "-") for arg in args]
+    return [name for name in names if name in (flag, "--no-" + flag.removeprefix("--"))]
 
 
 def _options(config: LaunchConfig, role: Role, profile: Profile) -> dict[str, str]:
@@ -485,6 +511,8 @@ def _options(config: LaunchConfig, role: Role, profile: Profile) -> dict[str, st
         # `cached_tokens` in usage: what was reused, for clients that look there.
         "--enable-prompt-tokens-details": "",
     }
+    if role == "decode":
+        options[PREFIX_CACHING] = ""
     if config.model is None:
         options |= {
             "--chat-template": str(model.CHAT_TEMPLATE),
@@ -497,7 +525,9 @@ def _options(config: LaunchConfig, role: Role, profile: Profile) -> dict[str, st
     return {**options, **profile.role_args(role), **recipe}
 
 
-def _kv_transfer(config: LaunchConfig, role: Role, profile: Profile, events: str) -> str:
+def _kv_transfer(
+    config: LaunchConfig, role: Role, profile: Profile, events: str, peers: Sequence[str]
+) -> str:
     threshold = config.kv_recompute_threshold
     return json.dumps(
         {
@@ -517,6 +547,7 @@ def _kv_transfer(config: LaunchConfig, role: Role, profile: Profile, events: str
                 "backends": [config.kv_backend] if config.kv_backend else list(profile.backends),
                 "carryback_events": events,
                 "carryback_patience_s": config.prefill_patience_s,
+                **({"carryback_peers": list(peers)} if role == "prefill" and peers else {}),
             },
         }
     )

@@ -53,6 +53,7 @@ def about_engine(
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(cache.cache_dtype),
         "block_size": block_size,
+        "prefix_caching": bool(cache.enable_prefix_caching),
         "key": sealer.fingerprint,
         "hash_seed": _hash_seed(os.environ.get("PYTHONHASHSEED")),
         "hold_s": scheduler.decoder_kv_blocks_ttl,

@@ -203,6 +203,17 @@ async def test_without_pins_there_is_reuse_and_a_warning(serve: Serve, log: Path
     assert one(found, "reuse", "ok")
 
 
+async def test_a_decode_engine_without_a_prefix_cache(log: Path) -> None:
+    async with (
+        StubEngine("prefill", about={"prefix_caching": False}) as prefill,
+        StubEngine("decode", about={"prefix_caching": False}) as decode,
+    ):
+        found = await alone([prefill.config(), decode.config()], log)
+    finding = one(found, "prefix-caching", "WARN")
+    assert finding.found.startswith("decode")
+    assert "--enable-prefix-caching" in finding.fix
+
+
 async def test_a_clock_that_is_wrong(serve: Serve, log: Path) -> None:
     async with StubEngine("prefill", clock_offset_s=-300) as late:
         service = await serve(prefill=0, engines=[late.config()])

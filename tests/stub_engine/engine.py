@@ -303,6 +303,7 @@ class StubEngine:
             "lease_s": self.settings.lease_s, "side_channel_host": self._host,
             "side_channel_port": self._side_port, "backends": ["UCX"], "kv_buffer_device": "cpu",
             "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "kv_heads": 2, "ucx": {},
+            "prefix_caching": True,
         }  # fmt: skip
         return {**facts, **self._about}
 

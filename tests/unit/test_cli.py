@@ -121,6 +121,36 @@ def test_wrong_settings_are_named(tmp_path: Path, text: str, message: str) -> No
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("args", "is_warned"),
+    [
+        (["serve", "--dry-run", "--", "--no-enable-prefix-caching"], True),
+        (["serve", "--dry-run", "--decode-args=--no-enable-prefix-caching"], True),
+        (["serve", "--dry-run", "--prefill-args=--no-enable-prefix-caching"], False),
+        (["engine", "decode", "--dry-run", "--", "--no_enable_prefix_caching"], True),
+        (["engine", "prefill", "--dry-run", "--", "--no-enable-prefix-caching"], False),
+        (["engine", "decode", "--dry-run"], False),
+    ],
+)
+def test_who_starts_a_decode_engine_without_a_prefix_cache_is_warned(
+    args: list[str], is_warned: bool
+) -> None:
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    assert ("WARNING: the decode engine is started without prefix caching" in result.stderr) == is_warned
+    assert "WARNING" not in result.stdout
+
+
+def test_a_decode_engine_has_no_peers() -> None:
+    result = run("engine", "decode", "--decode-peers", "tcp://10.0.0.6:8201", "--dry-run")
+    assert result.exit_code == 1
+    assert "--decode-peers" in result.stderr
+    result = run("engine", "prefill", "--decode-peers", "tcp://10.0.0.6", "--dry-run")
+    assert result.exit_code == 1
+    assert "setting 'decode_peers'" in result.stderr
+    assert "the port is missing" in result.stderr
+
+
 def test_missing_file() -> None:
     result = run("serve", "--dry-run", "--config", "/no/such.yaml")
     assert result.exit_code == 1

@@ -17,11 +17,13 @@ from carryback_server.launch import (
     check_listeners,
     choose_ports,
     data_parallel_size,
+    engine_command,
     engine_commands,
     engine_listeners,
     free_ports,
     has_flag,
     is_free,
+    is_on,
     reserved_ports,
     router_listeners,
 )
@@ -162,6 +164,53 @@ def test_the_operators_arguments_win() -> None:
     assert "--no-enable-prefix-caching" in prefill.argv
     assert value(decode, "--block-size") == "32"
     assert "--no-enable-prefix-caching" not in decode.argv
+    assert "--enable-prefix-caching" not in prefill.argv
+
+
+def test_a_decode_engine_has_a_prefix_cache_unless_the_operator_says_otherwise() -> None:
+    prefill, decode = build()
+    assert is_on(decode.argv, "--enable-prefix-caching")
+    assert (prefill.warning, decode.warning) == ("", "")
+    prefill, decode = build(prefill_args="--no-enable-prefix-caching")
+    assert (prefill.warning, decode.warning) == ("", "")
+    for args in (
+        {"engine_args": ["--no-enable-prefix-caching"]},
+        {"decode_args": "--no_enable_prefix_caching"},
+        {"engine_args": ["--enable-prefix-caching"], "decode_args": "--no-enable-prefix-caching"},
+    ):
+        prefill, decode = build(**args)
+        assert not is_on(decode.argv, "--enable-prefix-caching")
+        assert prefill.warning == ""
+        assert "--no-enable-prefix-caching" in decode.warning
+
+
+def test_a_prefill_engine_knows_whom_to_ask_where_the_router_does_not_say() -> None:
+    prefill, decode = build(decode_args="--data-parallel-size 2")
+    extra = kv_transfer(prefill)["kv_connector_extra_config"]
+    assert extra["carryback_peers"] == [decode.events, "tcp://127.0.0.1:8202"]
+    assert "carryback_peers" not in kv_transfer(decode)["kv_connector_extra_config"]
+    peers = ["tcp://10.0.0.6:8201", "tcp://[fd00::7]:8201"]
+    for role, expected in (("prefill", peers), ("decode", None)):
+        settings = load(EngineSettings, decode_peers=",".join(peers))
+        command = engine_command(settings, role, model_path="m", address="10.0.0.5", key="k", environ={})  # type: ignore[arg-type]
+        assert kv_transfer(command)["kv_connector_extra_config"].get("carryback_peers") == expected
+    settings = load(EngineSettings)
+    command = engine_command(settings, "prefill", model_path="m", address="10.0.0.5", key="k", environ={})
+    assert "carryback_peers" not in kv_transfer(command)["kv_connector_extra_config"]
+
+
+@pytest.mark.parametrize(
+    ("peers", "said"),
+    [
+        ("10.0.0.6:8201", "want an address such as tcp://127.0.0.1:8101"),
+        ("http://10.0.0.6:8200", "want an address such as tcp://127.0.0.1:8101"),
+        ("tcp://10.0.0.6", "the port is missing"),
+        ("tcp://10.0.0.6:8201,tcp://fd00::7:8201", r"tcp://\[fd00::7\]:8201"),
+    ],
+)
+def test_a_peer_that_is_no_address_is_named(peers: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"setting 'decode_peers'.*{said}"):
+        load(EngineSettings, decode_peers=peers)
 
 
 def test_the_operators_environment_wins() -> None:

@@ -20,7 +20,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
 # What carryback sets whatever the profile.
 ALWAYS = {
     "--model", "--served-model-name", "--host", "--port", "--kv-transfer-config", "--prefix-caching-hash-algo",
-    "--enable-prompt-tokens-details",
+    "--enable-prompt-tokens-details", "--enable-prefix-caching",
 }  # fmt: skip
 ALWAYS_ENV = {
     "PYTHONHASHSEED", "VLLM_NO_USAGE_STATS", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT",

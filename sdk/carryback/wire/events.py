@@ -295,6 +295,7 @@ def about_of(hello: Hello) -> dict[str, Any]:
     - `model`: as the engine was told to load it; `served_model`: its name in requests
     - `max_model_len`, `block_size`: in tokens
     - `dtype`, `kv_cache_dtype`
+    - `prefix_caching`: whether it has a prefix cache, without which nothing is read back from a decode engine
     - `key`: a fingerprint of the key of the seals; empty: there is none
     - `hash_seed`: a fingerprint of `PYTHONHASHSEED`, from which block hashes start; empty: it is not set
     - `hold_s`: how long, in seconds, a decode engine holds KV unless a request says; `lease_s`: a prefill engine

@@ -23,6 +23,19 @@ def engine_hold(seen: Seen) -> Finding:
     return ok("hold", f"{seen.name} holds for {hold_s:g} s, unless a router says")
 
 
+def prefix_caching(seen: Seen) -> Finding:
+    """What is read back from a decode engine is what it has in its prefix cache."""
+    is_on = seen.about.get("prefix_caching")
+    if is_on is None:
+        return skip("prefix-caching", f"{seen.name} does not say whether it has a prefix cache")
+    if not is_on:
+        found = f"{seen.name} has no prefix cache: nothing is read back from it"
+        return warn(
+            "prefix-caching", found, "start it with --enable-prefix-caching, as `carryback engine` does"
+        )
+    return ok("prefix-caching", f"{seen.name} has a prefix cache")
+
+
 async def after_turn(url: str, headers: Mapping[str, str], asker: Asker, prefix: str) -> Finding:
     """Where the router says that a conversation is after a turn, and for how long its KV is pinned there.
 

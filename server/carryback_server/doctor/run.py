@@ -179,6 +179,7 @@ async def _checks(asked: Asked, asker: Asker, seens: list[Seen]) -> AsyncIterato
         yield found
     for seen in seens:
         if seen.role == "decode":
+            yield holding.prefix_caching(seen)
             yield holding.engine_hold(seen)
 
 
