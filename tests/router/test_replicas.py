@@ -19,7 +19,9 @@ from stub_engine import Settings, expected
 from stub_engine.prompts import CHAT, RESPONSES
 
 STATE_KEY = "a secret of these routers"
-PATIENT = Settings(grace_s=10_000)
+# An engine of a machine that is busy may answer late. (That is another test's.)
+CALM = Settings(ask_timeout_s=30)
+PATIENT = Settings(ask_timeout_s=30, grace_s=10_000)
 KEYS = ["acme=sk-acme-0123456789-0123456789", "guests=sk-guests-0123456789-012345678"]
 ACME, GUESTS = (each.partition("=")[2] for each in KEYS)
 
@@ -52,8 +54,8 @@ async def replicas(cluster: Cluster, settings: dict[str, Any], count: int = 2) -
 async def test_a_conversation_goes_on_at_any_replica(
     cluster: Cluster, shared: dict[str, Any], stream: bool
 ) -> None:
-    await cluster.pair()
-    await cluster.engine("decode")
+    await cluster.pair(settings=CALM)
+    await cluster.engine("decode", settings=CALM)
     routers = await replicas(cluster, shared, 3)
     chat = cluster.chat(routers[0], stream=stream)
     for turn in range(6):
@@ -69,8 +71,8 @@ async def test_a_conversation_goes_on_at_any_replica(
 async def test_a_location_noted_by_one_is_where_another_asks_and_decodes(
     cluster: Cluster, shared: dict[str, Any]
 ) -> None:
-    prefill, first = await cluster.pair()
-    decodes = [first, *[await cluster.engine("decode") for _ in range(3)]]
+    prefill, first = await cluster.pair(settings=CALM)
+    decodes = [first, *[await cluster.engine("decode", settings=CALM) for _ in range(3)]]
     routers = await replicas(cluster, {**shared, "ask_engines": 1}, 3)
     for router in routers:
         for engine in decodes:
@@ -101,7 +103,7 @@ async def test_a_location_noted_by_one_is_where_another_asks_and_decodes(
 async def test_requests_of_one_conversation_at_once_all_read(
     cluster: Cluster, shared: dict[str, Any], is_shared: bool, id: str | None
 ) -> None:
-    _, decode = await cluster.pair()
+    _, decode = await cluster.pair(settings=CALM)
     routers = await replicas(cluster, shared if is_shared else {})
     for router in routers:
         await cluster.hears(router, decode)
@@ -123,8 +125,8 @@ async def test_requests_of_one_conversation_at_once_all_read(
 @pytest.mark.parametrize("id", ["chat-1", None])
 async def test_a_router_that_knows_nothing_reuses_as_well(cluster: Cluster, id: str | None) -> None:
     """One that has just started, or that shares no state with the one that served the turns before."""
-    await cluster.pair()
-    decodes = [await cluster.engine("decode") for _ in range(3)]
+    await cluster.pair(settings=CALM)
+    decodes = [await cluster.engine("decode", settings=CALM) for _ in range(3)]
     old = await cluster.router()
     chat = cluster.chat(old, id)
     await chat.say()
@@ -222,7 +224,7 @@ async def test_a_pin_that_is_given_up_leaves_a_location_that_all_see(
 async def test_a_replica_that_ends_leaves_its_conversations_to_the_others(
     cluster: Cluster, shared: dict[str, Any]
 ) -> None:
-    await cluster.pair()
+    await cluster.pair(settings=CALM)
     one, two = await replicas(cluster, shared)
     chat = cluster.chat(one)
     await chat.say()
@@ -232,7 +234,7 @@ async def test_a_replica_that_ends_leaves_its_conversations_to_the_others(
 
 async def test_tenants_do_not_meet_in_a_shared_state(cluster: Cluster, shared: dict[str, Any]) -> None:
     # A23, over two replicas.
-    await cluster.pair()
+    await cluster.pair(settings=CALM)
     routers = await replicas(cluster, {**shared, "api_keys": KEYS})
     one, two = (cluster.chat(routers[0], key=key) for key in (ACME, GUESTS))
     for turn in range(4):
@@ -251,11 +253,11 @@ async def test_tenants_do_not_meet_in_a_shared_state(cluster: Cluster, shared: d
 
 
 async def test_engines_posted_to_one_replica_reach_all(cluster: Cluster, shared: dict[str, Any]) -> None:
-    prefill, old = await cluster.pair()
+    prefill, old = await cluster.pair(settings=CALM)
     routers = await replicas(cluster, shared)
     chat = cluster.chat(routers[0])
     await chat.say()
-    new = await cluster.engine("decode")
+    new = await cluster.engine("decode", settings=CALM)
     body = {
         "engines": [{"role": each.role, "url": each.url, "events": each.events} for each in (prefill, new)]
     }
@@ -280,10 +282,10 @@ async def test_redis_gives_routers_no_engines(
     cluster: Cluster, shared: dict[str, Any], redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not whoever publishes there, also if it was said by a router before, or by one of another deployment."""
-    prefill, decode = await cluster.pair()
+    prefill, decode = await cluster.pair(settings=CALM)
     one, two = await replicas(cluster, shared)
     other = await cluster.router(**shared | {"state_key": "a secret of other routers"})
-    evil, good = await cluster.engine("decode"), await cluster.engine("decode")
+    evil, good = await cluster.engine("decode", settings=CALM), await cluster.engine("decode", settings=CALM)
 
     def engines(*decodes: Any) -> dict[str, Any]:
         return {
@@ -351,7 +353,7 @@ async def _is(value: bool) -> bool:
 async def test_without_a_key_routers_tell_each_other_nothing(
     cluster: Cluster, shared: dict[str, Any], redis: RedisServer
 ) -> None:
-    prefill, decode = await cluster.pair()
+    prefill, decode = await cluster.pair(settings=CALM)
     router = await cluster.router(**shared | {"state_key": None})
     body = {"engines": [{"role": each.role, "url": each.url} for each in (prefill, decode)]}
     answer = await cluster.admin(router, "POST", "/admin/engines", body)
@@ -407,7 +409,7 @@ async def test_without_redis_there_is_service_and_reuse(cluster: Cluster, how: s
 
 
 async def test_a_router_starts_without_redis_and_takes_it_when_it_comes(cluster: Cluster) -> None:
-    _, decode = await cluster.pair()
+    _, decode = await cluster.pair(settings=CALM)
     redis = RedisServer()
     try:
         router = await cluster.router(state=redis.url)
@@ -433,7 +435,7 @@ async def test_a_wrong_cursor_of_one_tenant_costs_others_nothing(
     cluster: Cluster, shared: dict[str, Any], after: str
 ) -> None:
     # NaN, infinity, and no cursor.
-    await cluster.pair()
+    await cluster.pair(settings=CALM)
     router = await cluster.router(**shared, api_keys=KEYS)
     chat = cluster.chat(router, key=GUESTS)
     await chat.say()
@@ -445,7 +447,7 @@ async def test_a_wrong_cursor_of_one_tenant_costs_others_nothing(
 
 
 async def test_junk_in_redis_is_no_500(cluster: Cluster, shared: dict[str, Any], redis: RedisServer) -> None:
-    await cluster.pair()
+    await cluster.pair(settings=CALM)
     router = await cluster.router(**shared)
     chain = Chain(cluster)
     response, first = await chain.ask(router, TEXT)
@@ -509,7 +511,7 @@ async def test_a_chain_of_responses_is_one_conversation(
     cluster: Cluster, shared: dict[str, Any], is_shared: bool
 ) -> None:
     # A24
-    await cluster.pair()
+    await cluster.pair(settings=CALM)
     settings = {**(shared if is_shared else {}), "api_keys": KEYS}
     one, two = await replicas(cluster, settings) if is_shared else [await cluster.router(**settings)] * 2
     chain = Chain(cluster, ACME)
@@ -543,7 +545,7 @@ async def test_a_chain_of_responses_is_one_conversation(
 
 
 async def test_a_chain_outlives_the_router_that_began_it(cluster: Cluster, shared: dict[str, Any]) -> None:
-    await cluster.pair()
+    await cluster.pair(settings=CALM)
     one = await cluster.router(**shared)
     chain = Chain(cluster)
     r1, first = await chain.ask(one, TEXT)
@@ -557,7 +559,7 @@ async def test_a_chain_outlives_the_router_that_began_it(cluster: Cluster, share
 async def test_rates_are_counted_over_all_replicas(
     cluster: Cluster, shared: dict[str, Any], tmp_path: Any
 ) -> None:
-    await cluster.pair()
+    await cluster.pair(settings=CALM)
     file = tmp_path / "tenants.yaml"
     file.write_text(f"tenants: [{{name: acme, keys: [{ACME}], requests_per_minute: 4}}]")
     routers = await replicas(cluster, {**shared, "tenants_file": file})

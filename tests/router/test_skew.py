@@ -332,7 +332,7 @@ def shared(redis: RedisServer) -> dict[str, Any]:
 async def test_routers_whose_state_differs_share_a_redis(
     cluster: Cluster, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, decode = await cluster.pair()
+    prefill, decode = await cluster.pair(settings=Settings(ask_timeout_s=30))
     old = await cluster.router(**shared)
     monkeypatch.setattr(redis_state, "VERSION", redis_state.VERSION + 1)
     new = await cluster.router(**shared)
@@ -352,7 +352,7 @@ async def test_routers_whose_state_differs_share_a_redis(
 async def test_what_a_router_of_a_later_release_added_is_left_aside(
     cluster: Cluster, shared: dict[str, Any], redis: RedisServer
 ) -> None:
-    prefill, decode = await cluster.pair()
+    prefill, decode = await cluster.pair(settings=Settings(ask_timeout_s=30))
     router = await cluster.router(**shared)
     await cluster.hears(router, decode)
     chat = cluster.chat(router)
@@ -377,7 +377,7 @@ async def test_a_router_goes_on_with_what_0_1_left_in_redis(cluster: Cluster, re
     left = RECORDED["redis"]
     fields = {name: base64.b64decode(value) for name, value in left["conversation"].items()}
     redis.client.hset(left["keys"]["conversation"], mapping=fields)
-    await cluster.pair()
+    await cluster.pair(settings=Settings(ask_timeout_s=30))
     router = await cluster.router(state=redis.url, state_prefix=left["prefix"], state_timeout_s=5.0)
     says = left["says"]
     known = await cluster.conversation(router, says["id"])
