@@ -275,7 +275,7 @@ scalars = st.one_of(
 keys = st.one_of(
     st.sampled_from(["role", "content", "type", "text", "id", "name", "tool_calls", "function", "arguments", "input",
                      "tool_use_id", "call_id", "output", "uuid", "image_url", "session_id", "parameters", "required",
-                     "do_remote_prefill", "remote_block_ids", "carryback_key", "carryback_release", "hold_s"]),
+                     "do_remote_prefill", "remote_block_ids", "carryback_key", "carryback_ask", "hold_s"]),
     odd_text,
 )  # fmt: skip
 said = st.sampled_from(
