@@ -16,6 +16,7 @@ from carryback_server import background
 from carryback_server.config import RouterConfig
 from carryback_server.endpoints import Boundary
 from carryback_server.engine_client import EngineClient, Engines
+from carryback_server.hints import RequestIdentity
 from carryback_server.metrics import Metrics
 from carryback_server.pins import Pin, Pins, Rank
 from carryback_server.state import Conversation, Location, State, StateDown
@@ -52,6 +53,13 @@ class Expected:
     ending: Boundary | Literal["", "broken_off"] = ""
     is_heard: bool = False
     had: Location | None = None
+
+
+def hold_s(config: RouterConfig, identity: RequestIdentity) -> float:
+    """How long a decode engine is to pin what a request leaves, unless it hears otherwise, in seconds."""
+    if not config.pin_budget:
+        return 0.0
+    return config.hold_first_s if identity.is_guess else config.hold_s
 
 
 class Holding:

@@ -17,6 +17,7 @@ from carryback_server.engine_client import Prompt
 from carryback_server.errors import ApiError
 from carryback_server.hints import RequestIdentity, identify
 from carryback_server.pipeline.context import Identified, RequestContext
+from carryback_server.pipeline.hold import hold_s
 from carryback_server.reading import Bodies, Room, is_light
 from carryback_server.state import Conversation, State, StateDown
 from carryback_server.tenants import Tenant
@@ -83,13 +84,8 @@ class Identify:
             use,
             alone,
             leaves,
-            self._hold_s(identity) if leaves else 0.0,
+            hold_s(self.config, identity) if leaves else 0.0,
         )
-
-    def _hold_s(self, identity: RequestIdentity) -> float:
-        if not self.config.pin_budget:
-            return 0.0
-        return self.config.hold_first_s if identity.is_guess else self.config.hold_s
 
     async def _open(self, tenant: Tenant, identity: RequestIdentity) -> Conversation:
         if not identity.conversation:  # it has none: one that nothing is kept of

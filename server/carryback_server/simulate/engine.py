@@ -1,7 +1,8 @@
 """Engines as they spend time and KV blocks: prefill in chunks, decode in a batch, reads between them.
 
-What carryback's plug-in does in them (`carryback_vllm.connector`) is told again here: what it holds and for
-how long, what it reads, when it lets go.
+They are what the router's pipeline takes for engines (`EngineClient`), without a network. What carryback's plug-in does in
+them (`carryback_vllm.scheduler`) is told again here: what a prefill engine asks, reads and reports, what a decode engine
+leases, pins and says.
 """
 
 from __future__ import annotations
@@ -9,150 +10,58 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections import OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
 from itertools import count
+from typing import Any, TypeVar, cast
 
-from carryback.wire import Outcome
 from carryback.wire.events import Held, Released, ReleaseReason
+from carryback_vllm.holds import MAX_LEASED, MAX_LEASED_BY_ALL
 from carryback_vllm.line import Line
+from carryback_vllm.match import Match
 
+from carryback_server.answer import Answer
+from carryback_server.engine_client import Blame, Prompt, Role, Visit, Why
+from carryback_server.simulate.kv import Blocks, KvCache, Segment, Text
 from carryback_server.simulate.loop import VirtualLoop
 from carryback_server.simulate.profile import Profile
+from carryback_server.upstream import Reply
 
-# As the plug-in has them: a decode engine holds this much longer than it says,
-READ_GRACE_S = 10.0
-# and a prefill engine does not begin a read so shortly before what is held expires.
-READ_MARGIN_S = 5.0
+# Of a body, whose size is all that there is of it: what the router takes a token to be before it has learned more.
+_BYTES_PER_TOKEN = 4
+
+
+T = TypeVar("T")
 
 
 class TooLong(Exception):
     """A request that an engine has not blocks enough for, however long it waits."""
 
 
-@dataclass(eq=False, slots=True)
-class Job:
-    """One request on its way through the engines.
+class SimulatedPrompt(Prompt):
+    """A request, of which there is no text.
 
     Attributes:
-        key: the router's, and its name at the engines.
-        prompt_tokens: of its prompt.
-        common_tokens: leading ones of them that are the conversation's last prompt and answer.
-        output_tokens: of its answer.
-        hold_s: how long a decode engine is to hold its KV; 0: not at all.
-        read_tokens, cached_tokens: what a prefill engine had not to compute.
-        outcome, reason: why not less.
-        first_token: when its answer began, on the loop's clock.
-        finished: set when the engine that has it is done.
-        source: the prefill engine that holds its prompt's KV.
-        left: tokens that a prefill engine still has to compute.
-        threshold: tokens below which it recomputes rather than reads; None: as the engine would.
-        read_s, compute_s: how long the prefill engine read and computed,
-        scheduled: and how many tokens it computed meanwhile, of this prompt and of others.
+        text: prompt and answer.
+        prompt_tokens, output_tokens: of these.
     """
 
-    key: str
-    conversation: str
-    prompt_tokens: int
-    common_tokens: int
-    output_tokens: int
-    hold_s: float = 0.0
-    read_tokens: int = 0
-    cached_tokens: int = 0
-    outcome: Outcome = "miss"
-    reason: str = "no_record"
-    first_token: float = math.nan
-    finished: asyncio.Future[None] | None = None
-    source: PrefillEngine | None = None
-    left: int = 0
-    threshold: int | None = None
-    read_s: float = 0.0
-    compute_s: float = 0.0
-    scheduled: int = 0
+    def __init__(self, text: Text, prompt_tokens: int, output_tokens: int) -> None:
+        self.text = text
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.size = _BYTES_PER_TOKEN * prompt_tokens
+        self.is_streamed = True
 
     @property
-    def recomputed_tokens(self) -> int:
-        """What the prefill engine computed of the prompt."""
-        return self.prompt_tokens - self.read_tokens - self.cached_tokens
+    def changes_tools(self) -> bool:
+        """See `Prompt`."""
+        return False
 
-    def finish(self) -> None:
-        """The engine that has it is done with it."""
-        assert self.finished is not None
-        self.finished.set_result(None)
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A record, to the prefill engine that may read what it stands for.
-
-    Attributes:
-        tokens: in the full blocks held.
-        deadline: on the loop's clock.
-    """
-
-    holder: DecodeEngine
-    key: str
-    tokens: int
-    deadline: float
-
-
-class KvCache:
-    """An engine's KV blocks: those in use, and free ones in which conversations' prefixes may still be.
-
-    Args:
-        has_prefixes: what was in free blocks is found again. The least recently freed is overwritten first.
-
-    Attributes:
-        used: blocks of requests that run, or are held.
-    """
-
-    def __init__(self, capacity: int, *, has_prefixes: bool) -> None:
-        self.capacity = capacity
-        self.used = 0
-        self._has_prefixes = has_prefixes
-        self._kept: OrderedDict[str, int] = OrderedDict()
-        self._kept_blocks = 0
-
-    def prefix(self, conversation: str) -> int:
-        """Blocks in which the beginning of a conversation still is."""
-        return self._kept.get(conversation, 0)
-
-    def take(self, blocks: int, conversation: str) -> bool:
-        """Take blocks for a conversation's request, those of its prefix first; False if there are too few.
-
-        Raises:
-            TooLong: there are never enough.
-        """
-        if blocks > self.capacity:
-            raise TooLong(
-                f"a request of conversation {conversation} needs {blocks} KV blocks, and an engine has "
-                f"{self.capacity}: want shorter prompts, or larger engines"
-            )
-        if self.used + blocks > self.capacity:
-            return False
-        self.used += blocks
-        self._kept_blocks -= self._kept.pop(conversation, 0)
-        while (excess := self.used + self._kept_blocks - self.capacity) > 0:
-            oldest = next(iter(self._kept))
-            gone = min(excess, self._kept[oldest])  # its end first
-            self._kept[oldest] -= gone
-            self._kept_blocks -= gone
-            if not self._kept[oldest]:
-                del self._kept[oldest]
-        return True
-
-    def give_back(self, blocks: int, conversation: str = "", full: int = 0) -> None:
-        """Blocks are in use no more.
-
-        Args:
-            full: those of them that are full, and so can be found again.
-        """
-        self.used -= blocks
-        if self._has_prefixes and full:
-            self._kept_blocks += full - self._kept.pop(conversation, 0)
-            self._kept[conversation] = full
+    def drop(self) -> None:
+        """There is nothing to drop."""
 
 
 class _Link:
@@ -163,11 +72,11 @@ class _Link:
         self._profile = profile
         self._free_at = [0.0] * profile.parallel_reads
 
-    def read(self, tokens: int, done: Callable[[Job], None], job: Job) -> None:
+    def read(self, tokens: int, done: Callable[[T], None], what: T) -> None:
         """Read the KV of so many tokens, then call `done`."""
         end = max(self._free_at[0], self._loop.time()) + self._profile.read_s(tokens)
         heapq.heapreplace(self._free_at, end)
-        self._loop.after(end + self._profile.transfer_s - self._loop.time(), done, job)
+        self._loop.after(end + self._profile.transfer_s - self._loop.time(), done, what)
 
 
 class _Processor:
@@ -208,22 +117,145 @@ class _Processor:
             self.neighbour.neighbour_changed()
 
 
-class PrefillEngine:
-    """Computes prompts, in chunks, in the order that the plug-in gives them."""
+class Engine:
+    """An engine, to the router's pipeline: always up, and heard. See `EngineClient`."""
 
-    def __init__(self, loop: VirtualLoop, profile: Profile) -> None:
-        self.kv = KvCache(profile.prefill_blocks, has_prefixes=profile.prefill_prefix_caching)
+    takes_go: bool
+    is_up: bool
+    is_heard = True
+
+    def __init__(self, role: Role, loop: VirtualLoop, profile: Profile, name: str, kv: KvCache) -> None:
+        self.role = role
+        self.takes_go = self.is_up = True
+        self.name = self.run = self.url = self.events_address = name
+        self.load = self.in_flight = self.pinned = 0
+        self.capacity = kv.capacity
+        self.block_size = profile.block_size
+        self.kv = kv
         self.processor = _Processor(loop)
         self._loop = loop
         self._profile = profile
         self._link = _Link(loop, profile)
         self._order = count()
-        self._line: Line[tuple[Job, Offer | None]] = Line(profile.patience_s)
+
+    async def prefill(
+        self,
+        prompt: Prompt,
+        params: dict[str, Any],
+        *,
+        key: str,
+        headers: Mapping[str, str],
+        timeout_s: float,
+    ) -> dict[str, Any]:
+        """See `EngineClient.prefill`."""
+        raise NotImplementedError
+
+    async def decode(
+        self, prompt: Prompt, params: dict[str, Any], *, key: str, headers: Mapping[str, str]
+    ) -> Answer:
+        """See `EngineClient.decode`."""
+        raise NotImplementedError
+
+    def go(self, key: str, params: Mapping[str, Any]) -> None:
+        """See `EngineClient.go`."""
+        raise NotImplementedError
+
+    def release(self, *keys: str) -> None:
+        """See `EngineClient.release`."""
+        for key in keys:
+            self._loop.after(self._profile.control_s, self.let_go, key)
+
+    def let_go(self, key: str) -> None:
+        """A `release` has come."""
+        raise NotImplementedError
+
+    async def forget(self) -> bool:
+        """See `EngineClient.forget`."""
+        raise NotImplementedError
+
+    def busy(self, tokens: int, blame: Blame | None = None) -> Visit:
+        """See `EngineClient.busy`."""
+        return Visit(self, tokens, blame)
+
+    def within(self, timeout_s: float) -> AbstractAsyncContextManager[None]:
+        """See `EngineClient.within`. There is time enough."""
+        return nullcontext()
+
+    def failed(self, why: Why) -> None:
+        """See `EngineClient.failed`."""
+
+    def doubt(self, why: Why) -> None:
+        """See `EngineClient.doubt`."""
+
+    def succeeded(self) -> None:
+        """See `EngineClient.succeeded`."""
+
+    def _blocks(self, tokens: int) -> int:
+        """Blocks that so many tokens need."""
+        blocks = -(-tokens // self.block_size)
+        if blocks > self.capacity:
+            raise TooLong(
+                f"a request needs {blocks} KV blocks, and {self.role} engines have {self.capacity}: want shorter "
+                "prompts, or larger engines"
+            )
+        return blocks
+
+
+@dataclass(eq=False, slots=True)
+class _Prefill:
+    """A prompt at a prefill engine.
+
+    Attributes:
+        usable: leading blocks that need not be computed: one token's logits are the answer.
+        ask: the decode engines to ask,
+        may_ask_again: once more when its turn has come, if too much was leased before.
+        threshold: tokens below which it recomputes rather than reads.
+        match: what it may read, and has read.
+        arrived: when it came, on the loop's clock.
+        holder: the decode engine of which it may read.
+        held: blocks that it holds as found (`KvCache.fill`).
+        left: tokens that are still to be computed.
+        compute_s: how long it was computed, and `match.scheduled` how many tokens the engine computed meanwhile.
+        done: once it is computed.
+    """
+
+    key: str
+    text: Text
+    tokens: int
+    usable: int
+    ask: list[DecodeEngine]
+    threshold: int
+    done: asyncio.Future[None]
+    may_ask_again: bool = True
+    match: Match = field(default_factory=Match)
+    arrived: float = 0.0
+    holder: DecodeEngine | None = None
+    held: int = 0
+    left: int = 0
+    compute_s: float = 0.0
+
+
+class PrefillEngine(Engine):
+    """Computes prompts, in chunks, in the order that the plug-in gives them.
+
+    Args:
+        decodes: the decode engines, by the address at which it can ask them.
+    """
+
+    def __init__(
+        self, loop: VirtualLoop, profile: Profile, name: str, decodes: Mapping[str, DecodeEngine]
+    ) -> None:
+        kv = KvCache(profile.prefill_blocks, has_prefixes=profile.prefill_prefix_caching)
+        super().__init__("prefill", loop, profile, name, kv)
+        self._decodes = decodes
+        self._line: Line[_Prefill] = Line(profile.patience_s)
         # What is computed in part, and what was read and can be computed now, in the order in which it came.
-        self._running: list[Job] = []
-        self._loaded: list[tuple[int, Job]] = []
+        self._running: list[_Prefill] = []
+        self._loaded: list[tuple[int, _Prefill]] = []
+        # Prompts whose KV waits for a decode engine.
+        self._computed: dict[str, _Prefill] = {}
         self._inside = 0
-        self._batch: list[tuple[Job, int]] = []
+        self._batch: list[tuple[_Prefill, int]] = []
         self._scheduled = 0
         self._is_stepping = False
         self._timer: asyncio.TimerHandle | None = None
@@ -236,19 +268,52 @@ class PrefillEngine:
         """Requests that wait for blocks or for room in the batch."""
         return len(self._line)
 
-    async def compute(self, job: Job, offer: Offer | None) -> None:
-        """Compute a request's prompt, less what can be read; the KV stays until `read_over`."""
-        job.finished = self._loop.create_future()
-        profile = self._profile
-        seconds = profile.prefill_request_s + profile.prefill_request_s_per_token * job.prompt_tokens
-        self._loop.after(seconds, self._arrive, job, offer)
-        await job.finished
+    async def prefill(
+        self,
+        prompt: Prompt,
+        params: dict[str, Any],
+        *,
+        key: str,
+        headers: Mapping[str, str],
+        timeout_s: float,
+    ) -> dict[str, Any]:
+        """See `EngineClient.prefill`. The prompt's KV stays until `let_go`."""
+        assert isinstance(prompt, SimulatedPrompt)
+        profile, tokens = self._profile, prompt.prompt_tokens
+        job = _Prefill(
+            key,
+            prompt.text,
+            tokens,
+            (tokens - 1) // self.block_size,
+            [self._decodes[address] for address in params["carryback_ask"]],
+            params.get("carryback_threshold", profile.kv_recompute_threshold),
+            self._loop.create_future(),
+        )
+        if (tip := params.get("carryback_tip")) is not None:
+            left = tip["tokens"] // self.block_size
+            job.match.expected = min(left, job.usable) * self.block_size
+            is_there = left <= tokens // self.block_size
+            job.match.is_changed = prompt.text.digest(left).hex() != tip["digest"] if is_there else None
+        seconds = profile.prefill_request_s + profile.prefill_request_s_per_token * tokens
+        self._loop.after(seconds, self._arrive, job)
+        await job.done
+        return {
+            "remote_engine_id": self.name,
+            "remote_request_id": key,
+            "remote_block_ids": [[key]],
+            "carryback_reuse": job.match.report(tokens),
+            "carryback_work": {
+                "read_s": job.match.read_s,
+                "compute_s": job.compute_s,
+                "computed": job.match.scheduled,
+            },
+        }
 
-    def read_over(self, job: Job) -> None:
-        """A decode engine has read a prompt's KV: let go of it."""
-        size = self._profile.block_size
-        self.kv.give_back(-(-job.prompt_tokens // size), job.conversation, job.prompt_tokens // size)
-        self._wake()
+    def let_go(self, key: str) -> None:
+        """A decode engine has read a prompt's KV, or none will."""
+        if (job := self._computed.pop(key, None)) is not None:
+            self.kv.give_back(job.text, job.held, self._blocks(job.tokens))
+            self._wake()
 
     def neighbour_changed(self) -> None:
         """What shares this engine's processor has begun to compute, or ended."""
@@ -257,14 +322,55 @@ class PrefillEngine:
             self._timer.cancel()
             self._work(self._left_s - (self._loop.time() - self._since) / self._factor)
 
-    def _arrive(self, job: Job, offer: Offer | None) -> None:
-        tokens = job.prompt_tokens
-        if offer is not None:
-            size = self._profile.block_size
-            matching = size * min(job.common_tokens // size, offer.tokens // size, self._most_blocks(job))
-            tokens -= matching if matching >= self._threshold(job) else 0
-        self._line.join(job.key, (job, offer), tokens, self._loop.time())
+    # -- what may it read?
+
+    def _arrive(self, job: _Prefill) -> None:
+        job.arrived = self._loop.time()
+        if job.ask:
+            self._ask(job)
+        else:
+            job.match.reason = "off"
+            self._line_up(job, job.tokens)
+
+    def _ask(self, job: _Prefill) -> None:
+        """A question goes to decode engines, and its answers come back."""
+        self._loop.after(2 * self._profile.control_s, self._answered, job)
+
+    def _line_up(self, job: _Prefill, tokens: int) -> None:
+        """A prompt, of which so many tokens are likely to be computed, can go when its turn comes."""
+        self._line.join(job.key, job, tokens, job.arrived)
         self._wake()
+
+    def _answered(self, job: _Prefill) -> None:
+        size, match = self.block_size, job.match
+        answers = [(engine.kv.find(job.text, job.usable), engine) for engine in job.ask]
+        answers.sort(key=lambda answer: -answer[0])
+        most, engine = answers[0]
+        match.asked, match.found = len(answers), most * size
+        match.holder = engine.run if most else ""
+        match.reason = "too_short" if job.tokens <= size else "too_many_leases" if most else "nothing"
+        for blocks, engine in answers:
+            if blocks and engine.lease(job.key, self.name, job.text, blocks):
+                match.blocks, match.found, match.holder, match.reason = blocks, blocks * size, engine.run, ""
+                job.holder = engine
+                break
+        here = self.kv.find(job.text, job.usable)
+        self._line_up(job, job.tokens - max(match.blocks, here) * size)
+
+    def _may_read(self, job: _Prefill) -> bool:
+        """Whether a prompt reads what was found beyond what is here already."""
+        match = job.match
+        if job.holder is None:
+            return False
+        tokens = match.blocks * self.block_size - match.cached_tokens
+        if tokens > 0 and tokens >= job.threshold:
+            match.read_tokens = tokens
+            return True
+        match.reason = "below_threshold" if tokens > 0 else "local_cache"
+        job.holder.end_lease(job.key)
+        return False
+
+    # -- steps
 
     def _wake(self) -> None:
         if not self._is_stepping:
@@ -286,31 +392,47 @@ class PrefillEngine:
             tokens = min(begun.left, budget)
             batch.append((begun, tokens))
             budget -= tokens
-            begun.compute_s, begun.scheduled = -self._loop.time(), -self._scheduled
+            begun.compute_s, begun.match.scheduled = -self._loop.time(), -self._scheduled
         self._scheduled += profile.max_num_batched_tokens - budget
         self._is_stepping = bool(batch)
         self.processor.set_busy(self._is_stepping)
         if batch:
             for job, tokens in batch:
-                seconds += profile.chunk_s(tokens, job.prompt_tokens - job.left)
+                seconds += profile.chunk_s(tokens, job.tokens - job.left)
             self._work(seconds)
 
-    def _next(self) -> Job | None:
+    def _next(self) -> _Prefill | None:
         """The next request that can be computed; reads begin for those before it that may read."""
         if self._loaded:
             return heapq.heappop(self._loaded)[1]
         while self._inside < self._profile.max_num_seqs and (first := self._line.first()) is not None:
-            job, offer = self._line[first]
-            if not self._take_blocks(job):
+            job = self._line[first]
+            if job.match.reason == "too_many_leases" and job.may_ask_again:
+                job.may_ask_again = False
+                self._line.leave(first)
+                self._ask(job)
+                continue
+            found = self.kv.find(job.text, job.usable)
+            if not self.kv.take(job.text, found, self._blocks(job.tokens)):
                 return None
+            job.held, job.match.cached_tokens = found, found * self.block_size
             self._line.leave(first)
             self._inside += 1
-            if offer is None or not self._match(job, offer):
-                job.left = job.recomputed_tokens
+            if not self._may_read(job):
+                job.left = job.tokens - job.match.cached_tokens
                 return job
-            job.read_s = -self._loop.time()
-            self._link.read(job.read_tokens, partial(self._read, next(self._order), offer), job)
+            job.match.allocated = self._loop.time()
+            self._link.read(job.match.read_tokens, self._read, (next(self._order), job))
         return None
+
+    def _read(self, loaded: tuple[int, _Prefill]) -> None:
+        job = loaded[1]
+        assert job.holder is not None
+        job.holder.end_lease(job.key)
+        job.match.read_s = self._loop.time() - job.match.allocated
+        job.left = job.tokens - job.match.cached_tokens - job.match.read_tokens
+        heapq.heappush(self._loaded, loaded)
+        self._wake()
 
     def _work(self, seconds: float) -> None:
         neighbour = self.processor.neighbour
@@ -325,85 +447,68 @@ class PrefillEngine:
             job.left -= tokens
             if job.left:
                 self._running.append(job)
-            else:
-                self._inside -= 1
-                job.compute_s += self._loop.time()
-                job.scheduled += self._scheduled
-                self._line.learn(job.compute_s, job.scheduled)
-                job.source = self
-                job.finish()
+                continue
+            self._inside -= 1
+            job.compute_s += self._loop.time()
+            job.match.scheduled += self._scheduled
+            self._line.learn(job.compute_s, job.match.scheduled)
+            job.held = self.kv.fill(job.text, job.held, job.tokens // self.block_size)
+            self._computed[job.key] = job
+            job.done.set_result(None)
         self._step()
 
-    # -- what may it read?
 
-    def _take_blocks(self, job: Job) -> bool:
-        size = self._profile.block_size
-        cached = min(self.kv.prefix(job.conversation), job.common_tokens // size, self._most_blocks(job))
-        if not self.kv.take(-(-job.prompt_tokens // size), job.conversation):
-            return False
-        job.cached_tokens = cached * size
-        return True
+@dataclass(eq=False, slots=True)
+class Generation:
+    """A request at a decode engine, and what there is of a connection to it.
 
-    def _threshold(self, job: Job) -> int:
-        return self._profile.kv_recompute_threshold if job.threshold is None else job.threshold
+    Attributes:
+        sent: when it was sent there, on the loop's clock.
+        hold_s: how long its KV is to be pinned, in seconds; 0: not at all.
+        begun: with its first token.
+        ended: with its last.
+        source: the prefill engine that has its prompt's KV,
+        source_key: and under which key.
+        held: blocks that it holds as found (`KvCache.fill`).
+    """
 
-    def _most_blocks(self, job: Job) -> int:
-        """Blocks of a prompt that need not be computed: one token's logits are the answer."""
-        return (job.prompt_tokens - 1) // self._profile.block_size
+    key: str
+    prompt: SimulatedPrompt
+    sent: float
+    hold_s: float
+    begun: asyncio.Future[None]
+    ended: asyncio.Future[None]
+    source: str = ""
+    source_key: str = ""
+    held: int = 0
 
-    def _match(self, job: Job, offer: Offer) -> bool:
-        """Decide what is read of a record; whether anything is."""
-        size = self._profile.block_size
-        usable = min(offer.tokens // size, self._most_blocks(job))
-        matching = min(job.common_tokens // size, usable)
-        tokens = matching * size - job.cached_tokens
-        is_whole = matching == usable
-        if usable == 0:
-            job.reason = "too_short"
-        elif tokens <= 0:
-            job.reason = "local_cache" if matching else "history_changed"
-            job.outcome = "hit" if is_whole else "miss"
-        elif tokens < self._threshold(job):
-            job.reason = "below_threshold"
-        elif self._loop.time() + READ_MARGIN_S >= offer.deadline:
-            job.reason = "load_failed"  # its holder is not told
-            return False
-        else:
-            job.outcome = "hit" if is_whole else "partial"
-            job.reason = "verified" if is_whole else "history_changed"
-            job.read_tokens = tokens
-            return True
-        # An empty read: the holder is told that there will be no other.
-        self._loop.after(self._profile.transfer_s, offer.holder.let_go, offer.key, "read")
-        return False
+    @property
+    def tokens(self) -> int:
+        """Of prompt and answer."""
+        return self.prompt.prompt_tokens + self.prompt.output_tokens
 
-    def _read(self, order: int, offer: Offer, job: Job) -> None:
-        offer.holder.let_go(offer.key, "read")
-        job.read_s += self._loop.time()
-        job.left = job.recomputed_tokens
-        heapq.heappush(self._loaded, (order, job))
-        self._wake()
+    def close(self) -> None:
+        """See `Reply.close`. It has ended."""
 
 
-@dataclass(slots=True)
-class _Held:
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    text: Text
     blocks: int
-    full: int
-    conversation: str
+    until: float
 
 
-class DecodeEngine:
-    """Generates answers, all of its batch a token a step, and holds their KV.
+class DecodeEngine(Engine):
+    """Generates answers, all of its batch a token a step, and lets others read what it has of them.
 
     Nothing of interest happens in most steps, so they are not gone through: a batch's next steps are summed
     up to the one in which an answer ends or begins.
 
     Args:
-        engine: its id.
+        prefills: the prefill engines, by their names.
         publish: called with each event, once it arrives.
 
     Attributes:
-        pinned: blocks that it holds for absent conversations.
         running: answers in the batch.
     """
 
@@ -411,26 +516,28 @@ class DecodeEngine:
         self,
         loop: VirtualLoop,
         profile: Profile,
-        engine: str,
-        publish: Callable[[Held | Released], None],
+        name: str,
+        prefills: Mapping[str, PrefillEngine],
+        publish: Callable[[DecodeEngine, Held | Released], None],
     ) -> None:
-        self.kv = KvCache(profile.decode_blocks, has_prefixes=profile.decode_prefix_caching)
-        self.processor = _Processor(loop)
-        self.pinned = 0
+        super().__init__("decode", loop, profile, name, KvCache(profile.decode_blocks))
         self.running = 0
-        self._loop = loop
-        self._profile = profile
-        self._engine = engine
+        self._prefills = prefills
         self._publish = publish
-        self._link = _Link(loop, profile)
-        self._order = count()
         self._seq = count(1)
-        self._held: dict[str, _Held] = {}
-        self._waiting: deque[Job] = deque()
+        # What others are waited for with: pins by the router's key, and by the segment of their last block; leases by
+        # the prefill engine's key, and blocks by who has them.
+        self._pins: dict[str, _Pin] = {}
+        self._pins_in: dict[Segment, dict[str, int]] = {}
+        self._pinned = Blocks()
+        self._leases: dict[str, tuple[str, Text, int]] = {}
+        self._leased: defaultdict[str, Blocks] = defaultdict(Blocks)
+        self._told_to_wait: dict[str, Generation] = {}
+        self._waiting: deque[Generation] = deque()
         self._reading = 0
         # The batch, as it was at the end of a step.
-        self._joining: list[Job] = []
-        self._ends: list[tuple[int, int, Job]] = []
+        self._joining: list[Generation] = []
+        self._ends: list[tuple[int, int, Generation]] = []
         self._steps = 0
         self._context = 0
         self._since = 0.0
@@ -443,42 +550,61 @@ class DecodeEngine:
         """Requests that wait for blocks or for room in the batch."""
         return len(self._waiting)
 
-    async def generate(self, job: Job, *, began: float | None = None) -> None:
-        """Read a prompt's KV, and generate its answer.
+    @property
+    def held(self) -> int:
+        """Blocks that it pins for absent conversations now."""
+        return self._pinned.count
 
-        Args:
-            began: when the request was sent here, if it has waited here for its prompt's KV.
-        """
-        job.finished = self._loop.create_future()
-        seconds = self._profile.decode_request_s
-        if began is not None:
-            seconds = max(began + seconds - self._loop.time(), self._profile.decode_go_s)
-        self._loop.after(seconds, self._arrive, job)
-        await job.finished
+    async def decode(
+        self, prompt: Prompt, params: dict[str, Any], *, key: str, headers: Mapping[str, str]
+    ) -> Answer:
+        """See `EngineClient.decode`."""
+        assert isinstance(prompt, SimulatedPrompt)
+        future = self._loop.create_future
+        decoding = Generation(key, prompt, self._loop.time(), params["hold_s"], future(), future())
+        if "carryback_await" in params:
+            self._told_to_wait[key] = decoding
+        else:
+            self._take_in(decoding, params, self._profile.decode_request_s)
+        await decoding.begun
+        return Answer(200, "text/event-stream", b"", True, cast(Reply, decoding))
 
-    def _arrive(self, job: Job) -> None:
-        self._waiting.append(job)
+    def go(self, key: str, params: Mapping[str, Any]) -> None:
+        """See `EngineClient.go`."""
+        if (decoding := self._told_to_wait.pop(key, None)) is not None:
+            since_s = self._loop.time() - decoding.sent
+            seconds = max(self._profile.decode_request_s - since_s, self._profile.decode_go_s)
+            self._take_in(decoding, params, seconds)
+
+    def _take_in(self, decoding: Generation, params: Mapping[str, Any], seconds: float) -> None:
+        decoding.source, decoding.source_key = params["remote_engine_id"], params["remote_request_id"]
+        self._loop.after(seconds, self._arrive, decoding)
+
+    def _arrive(self, decoding: Generation) -> None:
+        self._waiting.append(decoding)
         self._admit()
 
     def _admit(self) -> None:
         """Begin what there are blocks for; room for the whole answer is taken at once."""
-        size = self._profile.block_size
+        size = self.block_size
         while self._waiting and self.running + self._reading < self._profile.max_num_seqs:
-            job = self._waiting[0]
-            blocks = -(-(job.prompt_tokens + job.output_tokens) // size)
-            cached = min(self.kv.prefix(job.conversation), job.common_tokens // size)
-            if not self.kv.take(blocks, job.conversation):
+            decoding = self._waiting[0]
+            text, tokens = decoding.prompt.text, decoding.prompt.prompt_tokens
+            found = self.kv.find(text, (tokens - 1) // size)
+            if not self.kv.take(text, found, self._blocks(decoding.tokens)):
                 return
+            decoding.held = found
             self._waiting.popleft()
             self._reading += 1
-            self._link.read(max(job.prompt_tokens - cached * size, 0), self._read, job)
+            self._link.read(tokens - found * size, self._read, decoding)
 
-    def _read(self, job: Job) -> None:
-        assert job.source is not None
-        job.source.read_over(job)
+    def _read(self, decoding: Generation) -> None:
+        self._prefills[decoding.source].let_go(decoding.source_key)
+        prompt = decoding.prompt
+        decoding.held = self.kv.fill(prompt.text, decoding.held, prompt.prompt_tokens // self.block_size)
         self._reading -= 1
         self.running += 1
-        self._joining.append(job)
+        self._joining.append(decoding)
         self._interrupt()
 
     # -- the batch
@@ -518,20 +644,21 @@ class DecodeEngine:
         while self._ends and self._ends[0][0] <= self._steps:
             ended.append(heapq.heappop(self._ends)[2])
         joined, self._joining = self._joining, []
-        for job in joined:
-            heapq.heappush(self._ends, (self._steps + job.output_tokens, next(self._order), job))
-            self._context += job.prompt_tokens
-        for job in ended:
+        for decoding in joined:
+            heapq.heappush(
+                self._ends, (self._steps + decoding.prompt.output_tokens, next(self._order), decoding)
+            )
+            self._context += decoding.prompt.prompt_tokens
+        for decoding in ended:
             self.running -= 1
-            self._context -= job.prompt_tokens + job.output_tokens
-            self._end(job)
+            self._context -= decoding.tokens
+            self._end(decoding)
         neighbour = self.processor.neighbour
         is_slow = neighbour is not None and neighbour.processor.is_busy
         self._factor = profile.decode_slowdown if is_slow else 1.0
         if self._ends:
-            first_token = self._since + self._seconds(1)
-            for job in joined:
-                job.first_token = first_token
+            for decoding in joined:
+                self._loop.after(self._seconds(1), decoding.begun.set_result, None)
             self._begin(self._ends[0][0] - self._steps)
         self.processor.set_busy(bool(self._ends))
         if ended:
@@ -565,48 +692,84 @@ class DecodeEngine:
             steps += 1
         return steps
 
-    # -- what it holds
+    # -- what others may read
 
-    def _end(self, job: Job) -> None:
-        profile = self._profile
-        tokens = job.prompt_tokens + job.output_tokens - 1  # the last token's KV is not computed
-        used, full = -(-tokens // profile.block_size), tokens // profile.block_size
-        taken = -(-(tokens + 1) // profile.block_size)
-        if job.hold_s > 0 and full and self.pinned + used <= int(profile.max_pinned * self.kv.capacity):
-            self.kv.give_back(taken - used)
-            self.pinned += used
-            self._loop.after(job.hold_s + READ_GRACE_S, self.let_go, job.key, "expired")
-            self._held[job.key] = _Held(used, full, job.conversation)
-            held = used, job.hold_s
-        else:
-            self.kv.give_back(taken, job.conversation, full)
-            held = 0, 0.0
-        if job.hold_s > 0:
-            event = Held(
-                engine=self._engine,
-                seq=next(self._seq),
-                key=job.key,
-                request=job.key,
-                tokens=full * profile.block_size,
-                blocks=held[0],
-                hold_s=held[1],
-                record=b"",
-                digests=b"",
-                pinned=self.pinned,
-            )
-            self._say(event)
-        job.finish()
+    def lease(self, key: str, asker: str, text: Text, blocks: int) -> bool:
+        """Keep leading blocks of a text for a prefill engine's prompt; whether that is within the limits."""
+        for who, share in ((asker, MAX_LEASED), ("", MAX_LEASED_BY_ALL)):
+            leased = self._leased[who]
+            if leased.count + leased.more(text, blocks) > int(share * self.capacity):
+                return False
+        for held in (self.kv, self._leased[asker], self._leased[""]):
+            held.hold(text, blocks)
+        self._leases[key] = asker, text, blocks
+        return True
 
-    def let_go(self, key: str, reason: ReleaseReason) -> None:
-        """Hold a request's blocks no more, if they are held."""
-        if (held := self._held.pop(key, None)) is None:
-            return
-        self.pinned -= held.blocks
-        self.kv.give_back(held.blocks, held.conversation, held.full)
-        self._say(
-            Released(engine=self._engine, seq=next(self._seq), key=key, reason=reason, pinned=self.pinned)
+    def end_lease(self, key: str) -> None:
+        """A prefill engine has read, or does not."""
+        asker, text, blocks = self._leases.pop(key)
+        for held in (self.kv, self._leased[asker], self._leased[""]):
+            held.release(text, blocks)
+        self._admit()
+
+    def _end(self, decoding: Generation) -> None:
+        text, computed = decoding.prompt.text, decoding.tokens - 1  # the last token's KV is not
+        full = computed // self.block_size
+        decoding.held = self.kv.fill(text, decoding.held, full)
+        blocks = full if self._pin(decoding, full) else 0
+        self.kv.give_back(text, decoding.held, self._blocks(decoding.tokens))
+        held = Held(
+            self.run,
+            next(self._seq),
+            decoding.key,
+            full * self.block_size,
+            blocks,
+            decoding.hold_s if blocks else 0.0,
+            text.digest(full) if full else b"",
+            self.held,
+            decoding.prompt.output_tokens,
         )
+        self._say(held)
+        decoding.ended.set_result(None)
+
+    def _pin(self, decoding: Generation, blocks: int) -> bool:
+        """Keep what a request leaves, as long as the router wants it; whether there is room for that."""
+        key, text, hold_s = decoding.key, decoding.prompt.text, decoding.hold_s
+        most = int(self._profile.max_pinned * self.capacity)
+        if not hold_s or not blocks or self.held + self._pinned.more(text, blocks) > most:
+            return False
+        until = self._loop.time() + hold_s
+        self.kv.hold(text, blocks)
+        self._pinned.hold(text, blocks)
+        self._pins[key] = _Pin(text, blocks, until)
+        # Who has all their blocks too, and no less long.
+        covered = [
+            other
+            for segment, _, end in text.spans
+            for other, last in self._pins_in.get(segment, {}).items()
+            if last <= min(end, blocks) and self._pins[other].until <= until
+        ]
+        self._pins_in.setdefault(text.segment_of(blocks), {})[key] = blocks
+        for other in covered:
+            self._unpin(other, "covered")
+        self._loop.after(hold_s, self._unpin, key, "expired")
+        return True
+
+    def let_go(self, key: str) -> None:
+        """A `release` has come."""
+        self._unpin(key, "asked")
+
+    def _unpin(self, key: str, reason: ReleaseReason) -> None:
+        if (pin := self._pins.pop(key, None)) is None:
+            return
+        pins_there = self._pins_in[segment := pin.text.segment_of(pin.blocks)]
+        del pins_there[key]
+        if not pins_there:
+            del self._pins_in[segment]
+        self._pinned.release(pin.text, pin.blocks)
+        self.kv.release(pin.text, pin.blocks)
+        self._say(Released(self.run, next(self._seq), key, reason, self.held))
         self._admit()
 
     def _say(self, event: Held | Released) -> None:
-        self._loop.after(self._profile.control_s, self._publish, event)
+        self._loop.after(self._profile.control_s, self._publish, self, event)

@@ -50,7 +50,17 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._run_until(task)
             return task.result()
         finally:
+            self._end()
             asyncio._set_running_loop(None)
+
+    def _end(self) -> None:
+        """End all tasks that have not ended, in order, while there is a loop for what they do then."""
+        for task in asyncio.all_tasks(self):
+            task.cancel()
+        while self._ready:
+            handle = self._ready.popleft()
+            if not handle._cancelled:
+                handle._run()
 
     def _run_until(self, task: asyncio.Task[Any]) -> None:
         ready, timers, heappop = self._ready, self._timers, heapq.heappop

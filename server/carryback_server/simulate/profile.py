@@ -19,8 +19,7 @@ class Profile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         block_size: tokens in a KV block.
         kv_bytes_per_token: of all layers.
         prefill_blocks, decode_blocks: KV blocks of an engine.
-        prefill_prefix_caching, decode_prefix_caching: free blocks are found again by a conversation's next
-            request.
+        prefill_prefix_caching: what is in free blocks of a prefill engine is found again, as at decode engines.
         prefill_request_s: from the router to the prefill engine's scheduler and back: HTTP, tokenizing.
         prefill_request_s_per_token: that, for each token of the prompt.
         prefill_step_s: of each step of a prefill engine,
@@ -36,7 +35,7 @@ class Profile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         decode_step_s: of each step of a decode engine,
         decode_sequence_s: and for each answer in its batch,
         decode_context_s: and for each token in their contexts.
-        control_s: from an engine's event or a release until it is taken.
+        control_s: from an engine's event, a release, or a prefill engine's question until it is taken.
         prefill_slowdown: how many times longer a prefill engine takes while a decode engine that shares its
             processor generates (prefill engine i and decode engine i do). 1: they share nothing.
         decode_slowdown: the same of the decode engine, while the prefill engine computes.
@@ -51,7 +50,6 @@ class Profile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prefill_blocks: int
     decode_blocks: int
     prefill_prefix_caching: bool = False
-    decode_prefix_caching: bool = False
     prefill_request_s: float = 0.0
     prefill_request_s_per_token: float = 0.0
     prefill_step_s: float = 0.0

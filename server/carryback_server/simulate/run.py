@@ -1,8 +1,7 @@
-"""One simulation: agents, the router's own code, and engines, for a while of virtual time.
+"""One simulation: agents, the router's own pipeline, and engines, for a while of virtual time.
 
-Of the router, what decides is the real thing: placement (`carryback_server.pipeline.place`), what is held and for
-how long (`hold`, `pins`), the records (`state`), loads and events (`engines`), and what pays (`costs`). Only its
-transport is not there: requests reach engines by a call, not over HTTP.
+The router is the real one (`carryback_server.pipeline.hops`), from the placement of a request to what is held after it.
+What it does for clients is not there: HTTP, bodies, and telling which conversation a request is of.
 """
 
 from __future__ import annotations
@@ -12,30 +11,41 @@ import gc
 import random
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
+from typing import cast
 
 import msgspec
-from carryback.wire import Outcome, Reuse, Work
-from carryback.wire.events import Held, Hello, Released
+from carryback.wire import Outcome
+from carryback.wire.events import Held, Released
 
+from carryback_server import live
+from carryback_server.access_log import Entry
+from carryback_server.answer import Answer
 from carryback_server.config import RouterConfig
 from carryback_server.costs import Costs
-from carryback_server.engines import Engine, Role, Site
-from carryback_server.hold import Holding
+from carryback_server.endpoints import ENDPOINTS
+from carryback_server.engine_client import EngineClient, Role
+from carryback_server.hints import RequestIdentity
+from carryback_server.live import Live
 from carryback_server.metrics import Metrics
-from carryback_server.pipeline.place import decode_engine, less_loaded
+from carryback_server.pipeline.context import Identified, RequestContext, Shared
+from carryback_server.pipeline.decode import Decoding
+from carryback_server.pipeline.hold import Holding, hold_s
+from carryback_server.pipeline.hops import carry
+from carryback_server.pipeline.prefill import Prefilled
 from carryback_server.simulate.agents import Agent, Step
-from carryback_server.simulate.engine import READ_GRACE_S, DecodeEngine, Job, Offer, PrefillEngine
+from carryback_server.simulate.engine import DecodeEngine, Generation, PrefillEngine, SimulatedPrompt
+from carryback_server.simulate.kv import Text
 from carryback_server.simulate.loop import VirtualLoop
 from carryback_server.simulate.profile import Profile
-from carryback_server.state import Conversation, Record, make_state
+from carryback_server.state import MemoryState
 from carryback_server.tracing import Trace
 
 # Points of the curves over time.
 SAMPLES = 240
 _TENANT = "default"
+_ENDPOINT = ENDPOINTS["/v1/chat/completions"]
 _OUTCOMES: tuple[Outcome, ...] = ("hit", "partial", "miss")
 
 
@@ -176,24 +186,26 @@ class Report(msgspec.Struct, kw_only=True):
     seen: list[Seen] = []
 
 
-class _PrefillSite(Engine):
-    """A simulated prefill engine, to the router."""
+class _Cluster:
+    """All engines, to the router's pipeline (`carryback_server.engine_client.Engines`)."""
 
-    model: PrefillEngine
+    def __init__(self, prefills: Sequence[PrefillEngine], decodes: Sequence[DecodeEngine]) -> None:
+        self._of: dict[Role, Sequence[EngineClient]] = {"prefill": prefills, "decode": decodes}
+        self._decodes = {engine.name: engine for engine in decodes}
 
+    def of(self, role: Role, beside: EngineClient | None = None) -> Sequence[EngineClient]:
+        """See `Engines.of`."""
+        return self._of[role]
 
-class _DecodeSite(Engine):
-    """A simulated decode engine, to the router."""
+    def askable(self, prefill: EngineClient) -> Sequence[EngineClient]:
+        """See `Engines.askable`."""
+        return self._of["decode"]
 
-    model: DecodeEngine
-    control_s: float
+    def find(self, name: str) -> EngineClient | None:
+        """See `Engines.find`."""
+        return self._decodes.get(name)
 
-    async def release(self, request_ids: list[str]) -> bool:
-        """See `Engine.release`."""
-        await asyncio.sleep(self.control_s)
-        for request_id in request_ids:
-            self.model.let_go(request_id, "asked")
-        return True
+    of_run = find  # it never starts anew
 
 
 class Simulation:
@@ -224,27 +236,36 @@ class Simulation:
         self._agents = agents
         self._reuse = reuse
         self._seen: list[Seen] | None = [] if keep else None
-        self._loop = VirtualLoop()  # type: ignore[abstract]  # no I/O
-        self._keys = count(1)
+        self._loop = loop = VirtualLoop()  # type: ignore[abstract]  # no I/O
         self._metrics = metrics = Metrics()
-        self._costs = Costs()
-        self._state = make_state(
-            config,
-            on_evicted=lambda record: self.holding.drop(record),
+        self._state = MemoryState(
+            max_conversations=config.max_conversations,
+            responses_max_bytes=config.responses_max_bytes,
             on_message=lambda message: None,
-            observe=metrics.observe_state,
-            on_junk=metrics.state_junk.inc,
-            on_refused=metrics.messages_refused.inc,
         )
-        self.holding = Holding(
-            config, self._state, metrics, lambda name: self._by_name[name], clock=self._loop.time
-        )
-        self.prefill = [self._prefill_site(number) for number in range(scenario.prefill)]
-        self.decode = [self._decode_site(number) for number in range(scenario.decode)]
-        self._by_name = {each.name: each for each in self.decode}
+        prefills: dict[str, PrefillEngine] = {}
+        decodes: dict[str, DecodeEngine] = {}
+        for name in (f"prefill-{number}" for number in range(scenario.prefill)):
+            prefills[name] = PrefillEngine(loop, profile, name, decodes)
+        for name in (f"decode-{number}" for number in range(scenario.decode)):
+            decodes[name] = DecodeEngine(loop, profile, name, prefills, self._on_event)
+        self.prefill, self.decode = list(prefills.values()), list(decodes.values())
         if profile.prefill_slowdown > 1 or profile.decode_slowdown > 1:
             for one, other in zip(self.prefill, self.decode, strict=False):
-                one.model.processor.neighbour, other.model.processor.neighbour = other.model, one.model
+                one.processor.neighbour, other.processor.neighbour = other, one
+        cluster, costs, keys = _Cluster(self.prefill, self.decode), Costs(), count(1)
+        self.holding = Holding(config, self._state, metrics, cluster, clock=loop.time)
+        self._shared = Shared(
+            config,
+            cluster,
+            self.holding,
+            metrics,
+            costs,
+            Live(costs.saved_s),
+            lambda: f"cb.{next(keys)}",
+        )
+        # What conversations' first prompts have in common.
+        self._system = Text.of(2**40, profile.block_size)
         # Figures.
         self._ttft = {True: array("d"), False: array("d")}
         self._reasons: Counter[str] = Counter()
@@ -277,8 +298,6 @@ class Simulation:
         return self._report()
 
     async def _run(self) -> None:
-        for engine in self.decode:
-            engine.hear(Hello(engine.name, 0, 0, engine.model.kv.capacity))
         sampling = asyncio.create_task(self._sample())
         async with asyncio.TaskGroup() as group:
             for agent in self._agents:
@@ -286,177 +305,95 @@ class Simulation:
         sampling.cancel()
         await self.holding.stop()
         # What was not let go of, engines let go of by themselves.
-        await self._loop.sleep(self._config.hold_s + READ_GRACE_S + 1)
+        await self._loop.sleep(self._config.hold_s + 1)
 
     async def _work(self, agent: Agent) -> None:
         loop, end_s = self._loop, self._scenario.duration_s
         await loop.sleep(agent.start_s)
-        starts_turn = True
+        starts_turn, text = True, self._system
         for step in agent.steps:
             wait_s = max(step.gap_s, step.at_s - loop.time())
             if agent.is_endless and loop.time() + wait_s > end_s:
                 return
             if wait_s > 0:
                 await loop.sleep(wait_s)
-            await self._serve(step, starts_turn)
+            before = self._system if step.is_first else text
+            text = before.then(step.common_tokens, step.prompt_tokens + step.output_tokens)
+            await self._serve(step, text, starts_turn)
             starts_turn = step.ends_turn
 
-    # -- what the router does; see `carryback_server.pipeline`
-
-    async def _serve(self, step: Step, starts_turn: bool) -> None:
-        config, started = self._config, self._loop.time()
+    async def _serve(self, step: Step, text: Text, starts_turn: bool) -> None:
+        """One request through the router's pipeline. An agent says which conversation it is of."""
         conversation = await self._state.open(_TENANT, step.conversation)
-        is_guess = step.is_first and not step.is_named
-        hold_s = (config.hold_first_s if is_guess else config.hold_s) if self._reuse else 0.0
-        job = Job(
-            f"cb.{next(self._keys)}",
-            step.conversation,
-            step.prompt_tokens,
-            step.common_tokens,
-            step.output_tokens,
-            hold_s,
+        identity = RequestIdentity(step.conversation, is_guess=step.is_first and not step.is_named)
+        entry = Entry(_ENDPOINT.path)
+        context = RequestContext(_ENDPOINT, Trace({}), entry, live.Step(entry))
+        context.asked = Identified(
+            SimulatedPrompt(text, step.prompt_tokens, step.output_tokens),
+            identity,
+            conversation,
+            self._loop.time(),
+            use=self._reuse,
+            leaves=self._reuse,
+            hold_s=hold_s(self._config, identity) if self._reuse else 0.0,
         )
-        record, holder = await self._recall(conversation, job)
-        with ExitStack() as stack:
-            early = None
-            if config.admit_early:
-                early = self._admit(job, conversation, holder, stack, is_guess=is_guess)
-            await self._prefill(job, record, holder)
-            engine = early or self._admit(job, conversation, holder, stack, is_guess=is_guess)
-            await engine.model.generate(job, began=started if early else None)
-        self.holding.land(job.key, "turn_end" if step.ends_turn or step.is_cut else "mid_turn")
-        conversation.why_none = "no_record"
+
+        def report(prefilled: Prefilled) -> None:
+            entry.reuse = prefilled.reuse
+
+        async def relay(decoding: Decoding, answer: Answer) -> None:
+            await cast(Generation, answer.reply).ended
+            conversation.boundary = "turn_end" if step.ends_turn or step.is_cut else "mid_turn"
+            self.holding.ended(decoding.key, conversation.boundary)
+
+        await carry(self._shared, context, report, relay)
         await self._state.save(conversation)
-        self._count(step, job, started, starts_turn)
+        self._count(step, context, starts_turn)
 
-    async def _recall(self, conversation: Conversation, job: Job) -> tuple[Record | None, _DecodeSite | None]:
-        if not self._reuse:
-            job.reason = "off"
-            return None, None
-        record = await self.holding.take(conversation)
-        job.reason = conversation.why_none
-        if record is None:
-            return None, None
-        holder = self._by_name[record.engine]
-        if not self.holding.time_left(record):
-            job.reason = "expired"
-            self._metrics.records_lost.labels(job.reason).inc()
-            self.holding.release(holder, record.request)
-            return None, holder
-        return record, holder
-
-    async def _prefill(self, job: Job, record: Record | None, holder: _DecodeSite | None) -> None:
-        engine = less_loaded(self.prefill)
-        assert engine is not None
-        offer = None
-        expected = 0
-        if record is not None and holder is not None:
-            offer = Offer(holder.model, record.request, record.tokens, record.deadline)
-            expected = record.tokens
-            threshold = self._config.kv_recompute_threshold
-            job.threshold = (
-                self._costs.threshold(engine.name, holder.name) if threshold == "auto" else threshold
-            )
-        with engine.busy(max(job.prompt_tokens - expected, 1)):
-            await engine.model.compute(job, offer)
-        if self._config.kv_recompute_threshold == "auto":
-            self._learn(engine, holder, job)
-        if job.reason == "load_failed" and record is not None and holder is not None:
-            self.holding.release(holder, record.request)
-
-    def _learn(self, engine: Engine, holder: Engine | None, job: Job) -> None:
-        work = Work(
-            compute_s=job.compute_s,
-            read_s=job.read_s if job.read_tokens else 0.0,
-            computed=job.scheduled,
-        )
-        holder_name = holder.name if holder is not None and job.read_tokens else None
-        self._costs.learn(engine.name, holder_name, self._reuse_of(job), work)
-
-    def _admit(
-        self,
-        job: Job,
-        conversation: Conversation,
-        holder: _DecodeSite | None,
-        stack: ExitStack,
-        *,
-        is_guess: bool,
-    ) -> _DecodeSite:
-        """Choose a decode engine, which has the request until the stack is closed."""
-        engine = decode_engine(
-            self.decode,
-            holder,
-            overload_factor=self._config.overload_factor,
-            slack_tokens=self._config.overload_slack_tokens,
-        )
-        assert engine is not None
-        if job.hold_s > 0:
-            self.holding.expect(job.key, conversation, Trace({}), is_first=is_guess)
-        stack.enter_context(engine.busy(job.prompt_tokens))
-        return engine
-
-    @staticmethod
-    def _reuse_of(job: Job) -> Reuse:
-        return Reuse(job.outcome, job.read_tokens, job.reason, job.recomputed_tokens, job.cached_tokens)
-
-    # -- engines
-
-    def _prefill_site(self, number: int) -> _PrefillSite:
-        site = _PrefillSite(_site("prefill", number), self._config, self._metrics, lambda engine: False)
-        site.is_up = True
-        site.model = PrefillEngine(self._loop, self._profile)
-        return site
-
-    def _decode_site(self, number: int) -> _DecodeSite:
-        site = _DecodeSite(_site("decode", number), self._config, self._metrics, lambda engine: False)
-
-        def publish(event: Held | Released) -> None:
-            site.hear(event)
-            self.holding.on_event(site, event)
-
-        site.is_up = True
-        site.control_s = self._profile.control_s
-        site.model = DecodeEngine(self._loop, self._profile, site.name, publish)
-        return site
+    def _on_event(self, engine: DecodeEngine, event: Held | Released) -> None:
+        engine.pinned = event.pinned
+        self.holding.on_event(engine, event)
 
     # -- figures
 
-    def _count(self, step: Step, job: Job, started: float, starts_turn: bool) -> None:
+    def _count(self, step: Step, context: RequestContext, starts_turn: bool) -> None:
+        started, ttft_s, reuse = context.started, context.entry.ttft_s, context.entry.reuse
+        assert reuse is not None
         if self._seen is not None:
             self._seen.append(
                 Seen(
-                    step.conversation, started, job.first_token - started, self._loop.time() - started,
-                    step.prompt_tokens, job.read_tokens, job.outcome, job.reason,
+                    step.conversation, started, ttft_s, context.elapsed_s, step.prompt_tokens, reuse.tokens,
+                    reuse.outcome, reuse.reason,
                 )
             )  # fmt: skip
         if started < self._scenario.warmup_s:
             return
-        self._ttft[starts_turn].append(job.first_token - started)
+        self._ttft[starts_turn].append(ttft_s)
         if step.is_first:
             return
-        self._outcomes[starts_turn, job.outcome] += 1
-        self._reasons[f"{job.outcome} {job.reason}"] += 1
+        self._outcomes[starts_turn, reuse.outcome] += 1
+        self._reasons[f"{reuse.outcome} {reuse.reason}"] += 1
         tokens = self._tokens
         tokens["common"] += step.common_tokens
-        tokens["saved"] += min(job.read_tokens + job.cached_tokens, step.common_tokens)
+        tokens["saved"] += min(reuse.tokens + reuse.cached, step.common_tokens)
         tokens["new"] += step.prompt_tokens - step.common_tokens
-        tokens["recomputed"] += job.recomputed_tokens
+        tokens["recomputed"] += reuse.recomputed
 
     def _busy(self) -> tuple[float, float]:
         return (
-            sum(engine.model.processor.busy_s for engine in self.prefill),
-            sum(engine.model.processor.busy_s for engine in self.decode),
+            sum(engine.processor.busy_s for engine in self.prefill),
+            sum(engine.processor.busy_s for engine in self.decode),
         )
 
     async def _sample(self) -> None:
         scenario, curve, sums = self._scenario, self._curve, self._sums
-        prefill, decode = [each.model for each in self.prefill], [each.model for each in self.decode]
+        prefill, decode = self.prefill, self.decode
         is_measured = False
         for number in range(SAMPLES + 1):
             now = number * scenario.duration_s / SAMPLES
             await asyncio.sleep(now - self._loop.time())
             self._on_progress(now)
-            held = [engine.pinned for engine in decode]
+            held = [engine.held for engine in decode]
             used = sum(engine.kv.used for engine in decode) - sum(held)
             queues = sum(engine.queue for engine in prefill), sum(engine.queue for engine in decode)
             curve.time_s.append(now)
@@ -529,7 +466,3 @@ def _hit_rate(outcomes: Counter[tuple[bool, Outcome]], *starts_turn: bool) -> fl
     """The share of the requests that reused anything."""
     counts = {kind: sum(outcomes[each, kind] for each in starts_turn) for kind in _OUTCOMES}
     return 1 - counts["miss"] / total if (total := sum(counts.values())) else 0.0
-
-
-def _site(role: Role, number: int) -> Site:
-    return Site(role, f"{role}-{number}", f"http://{role}-{number}.invalid:1", "")
