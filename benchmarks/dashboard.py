@@ -40,10 +40,10 @@ class SlowEngine(StubEngine):
     async def _answer(self, rank: Rank, job: Job, body: Mapping[str, Any], index: int) -> Answer:
         given = await super()._answer(rank, job, body, index)
         if self.role == "prefill":
-            read_s = READ_S + READ_TOKEN_S * job.reuse["tokens"] if job.reuse["tokens"] else 0.0
-            compute_s = COMPUTE_S * job.reuse["recomputed"] * random.uniform(0.9, 1.2)
+            read_s = READ_S + READ_TOKEN_S * job.match.read if job.match.read else 0.0
+            compute_s = COMPUTE_S * job.work["computed"] * random.uniform(0.9, 1.2)
             await asyncio.sleep(read_s + compute_s)
-            job.work = {"read_s": read_s, "compute_s": compute_s, "computed": job.reuse["recomputed"]}
+            job.work |= {"read_s": read_s, "compute_s": compute_s}
         return given
 
 
