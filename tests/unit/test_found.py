@@ -222,6 +222,10 @@ def test_other_weights_in_the_middle(start: Start, is_async: bool) -> None:
     assert found(engine, history) == 0
     assert found(engine, prompt(4, seed=2)) == 4
     assert found(engine, prompt(12, seed=1)) == 0
+    # Not even behind a beginning that is of the new ones.
+    engine.run(prompt(12, seed=1)[: 4 * BLOCK + 1])
+    engine.step()
+    assert found(engine, history) == found(engine, prompt(12, seed=1)) == 4
     engine.run(prompt(12, seed=1))  # all of it with the new ones
     engine.step()
     assert found(engine, prompt(12, seed=1)) == 12
