@@ -27,11 +27,13 @@ Why = Literal["retention", "budget", "tenant_share", "shutdown"]
 class Rank(IntEnum):
     """How likely a conversation is to come back; the least likely one goes first."""
 
-    FIRST = 0
+    PASSED = 0
+    "Its conversation goes on from there, or from another place."
+    FIRST = 1
     "A first request that named no conversation: it may be a one-shot."
-    TURN_END = 1
+    TURN_END = 2
     "A turn has ended; a person thinks now."
-    MID_TURN = 2
+    MID_TURN = 3
     "A tool runs; it comes back in seconds."
 
 
@@ -124,6 +126,13 @@ class Pins:
         held.blocks[pin.tenant] = held.blocks.get(pin.tenant, 0) + pin.blocks
         self._metrics.held(pin.engine.name, 1, pin.tokens, pin.blocks, pin.tenant)
         self._set_timer(pin, hold_s)
+
+    def passed(self, pin: Pin) -> None:
+        """What a pin has is in use by its conversation's next request; or the conversation's newest pin is another one."""
+        held = self._held[pin.engine]
+        del self._queue(held, pin)[pin.key]
+        pin.rank = Rank.PASSED
+        self._queue(held, pin)[pin.key] = pin
 
     def settle(self, key: str, rank: Rank, hold_s: float) -> Pin | None:
         """Say where in its turn a conversation stands, once that is known; its pin, if there is one.

@@ -96,6 +96,16 @@ async def test_the_least_likely_to_return_goes_first_and_of_those_the_oldest() -
         assert keys(world) == [pin.key for pin in order[:count]]
 
 
+async def test_what_its_conversation_has_in_use_goes_before_all_others() -> None:
+    world = World(0.5)
+    held = [world.pin(20, rank) for rank in (Rank.FIRST, Rank.MID_TURN)]
+    world.pins.passed(held[1])
+    world.pin(20, Rank.TURN_END)
+    world.pins.enforce(world.engines[0])
+    assert keys(world) == [held[1].key]
+    assert world.sample("pins_given_up_total", rank="passed", reason="budget") == 1
+
+
 async def test_what_is_leaving_is_not_counted_twice() -> None:
     world = World(0.5)
     first = world.pin(30)

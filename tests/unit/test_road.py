@@ -691,6 +691,33 @@ async def test_pins_over_the_budget_are_given_up_and_an_engine_unpins_by_itself(
     assert (await world.location()) is not None
 
 
+async def test_a_conversation_that_is_back_has_its_pin_given_up_before_those_of_absent_ones() -> None:
+    world = World(pin_budget=0.08)
+    for name in ("absent", "back"):
+        world.decodes[0].pinned += 4
+        await world.held(world.decodes[0], (await world.ask(await world.asked(name), ending="turn_end"))[0])
+    [back] = world.holding.pins.of("t", "back")
+
+    def over_the_budget(decoding: Decoding, answer: Answer) -> None:
+        assert not world.decodes[0].released  # it stays while there is room
+        world.decodes[0].pinned += 1
+        world.holding.pins.enforce(world.decodes[0])
+
+    await world.ask(await world.asked("back"), over_the_budget)
+    assert world.decodes[0].released == [back.key]
+
+
+async def test_a_name_that_several_use_has_its_newest_pin_given_up_last() -> None:
+    world = World(pin_budget=0.1)
+    keys = []
+    for name in ("other", "shared", "shared"):
+        world.prefills[0].does = [given("new", outcome="miss", tokens=0, found=0)]
+        world.decodes[0].pinned += 4
+        keys.append((await world.ask(await world.asked(name)))[0])
+        await world.held(world.decodes[0], keys[-1])
+    assert world.decodes[0].released == [keys[1]]
+
+
 async def test_pins_of_an_engine_that_is_gone_or_told_to_forget_are_void() -> None:
     world = World()
     for number in range(2):

@@ -233,6 +233,7 @@ async def decode(
                     shared.metrics.observe_first_byte(context.entry)
                     shared.live.changed(context.step)
                     asked.prompt.drop()
+                    shared.holding.returned(context.had)
                 return await relay(decoding, answer)
         except EngineDown as error:
             logger.warning("decode: %s", error)

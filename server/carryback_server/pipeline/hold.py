@@ -93,6 +93,11 @@ class Holding:
         """A decode begins under a key."""
         self._decodes[key] = decode
 
+    def returned(self, had: Location | None) -> None:
+        """A request has begun that had all that its conversation was pinned for."""
+        if had is not None and (pin := self.pins.get(had.key)) is not None:
+            self.pins.passed(pin)
+
     def ended(self, key: str, boundary: Boundary, had: Location | None = None) -> None:
         """An answer has come to its end: where that leaves its turn.
 
@@ -164,6 +169,8 @@ class Holding:
             pin = Pin(
                 engine, event.key, event.tokens, event.blocks, conversation.tenant, conversation.id, rank
             )
+            for older in self.pins.of(conversation.tenant, conversation.id):
+                self.pins.passed(older)
             self.pins.add(pin, min(hold_s, event.hold_s))
             self._replace(decode)
         tip = event.tip if len(event.tip) == TIP_BYTES else b""

@@ -344,7 +344,7 @@ class Simulation:
         async def relay(decoding: Decoding, answer: Answer) -> None:
             await cast(Generation, answer.reply).ended
             conversation.boundary = "turn_end" if step.ends_turn or step.is_cut else "mid_turn"
-            self.holding.ended(decoding.key, conversation.boundary)
+            self.holding.ended(decoding.key, conversation.boundary, context.had)
 
         await carry(self._shared, context, report, relay)
         await self._state.save(conversation)
