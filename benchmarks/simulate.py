@@ -48,8 +48,8 @@ BLOCK = 32
 # Before a request that is timed. An agent's request finds engines that have been idle and whose caches others
 # have used; right behind another one it takes a sixth less.
 IDLE_S = 1.5
-# Without prefix caches there is one way for KV to be reused.
-ENGINE_ARGS = ["--no-enable-prefix-caching"]
+# Without a prefix cache there is one way for the prefill engine not to compute.
+PREFILL_ARGS = "--no-enable-prefix-caching"
 # Numbers of the model.
 KV_BYTES_PER_TOKEN = 30 * 3 * 64 * 2 * 4  # layers, KV heads, their size, keys and values, bytes
 MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS = 2048, 32
@@ -411,7 +411,7 @@ async def measured(config: Path, log: Path, load: Load, seed: int) -> tuple[Prof
     timeout = aiohttp.ClientTimeout(total=None)
     async with (
         target.started(
-            lambda engines: None, config=config, device="cpu", engine_args=ENGINE_ARGS, aggregated=False
+            lambda engines: None, config=config, device="cpu", prefill_args=PREFILL_ARGS, aggregated=False
         ) as servers,
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
