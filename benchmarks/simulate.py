@@ -233,12 +233,12 @@ async def calibrate(pair: Pair, capacity: int) -> Profile:
         [[1.0] * len(steps), [b for b, _, _ in steps], [c for _, c, _ in steps]], [s for _, _, s in steps]
     )
 
-    def decode_s(prompt: int) -> float:
-        return transfer_s + transfer_token_s * prompt + decode_step_s + sequence_s + context_s * prompt
+    def decode_s(each: Hop) -> float:
+        # What the prefill engine has read, the decode engine has.
+        sent_s = transfer_s + transfer_token_s * each.computed
+        return sent_s + decode_step_s + sequence_s + context_s * (each.read + each.computed)
 
-    rest = [
-        max(each.ttft_s - each.prefill_s - decode_s(each.read + each.computed), 0.0) for each in first + again
-    ]
+    rest = [max(each.ttft_s - each.prefill_s - decode_s(each), 0.0) for each in first + again]
 
     # Both at once: prompts are computed while a long answer is generated.
     generating = asyncio.create_task(pair.ask(said(workloads.text("long", 60)), "l", output=500, reuse=False))

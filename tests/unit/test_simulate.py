@@ -606,6 +606,14 @@ def test_agents_return_as_published_traces_do() -> None:
     assert sum(gap <= 10 for gap in gaps) / len(gaps) == pytest.approx(0.95, abs=0.01)
 
 
+def test_conversations_begin_alike_as_far_as_they_are_told_to() -> None:
+    population = Population(agents=20, shared_tokens=5_000)
+    firsts = [next(iter(agent.steps)) for agent in population.draw(0, 0.0)]
+    assert all(0 < step.common_tokens <= min(5_000, step.prompt_tokens) for step in firsts)
+    assert {step.common_tokens for step in firsts} >= {5_000}
+    assert {next(iter(agent.steps)).common_tokens for agent in Population(agents=20).draw(0, 0.0)} == {0}
+
+
 def test_conversations_grow_and_are_summarised() -> None:
     population = Population(agents=1, turns=1000.0)
     (agent,) = population.draw(0, 0.0)

@@ -26,7 +26,8 @@ class Step(NamedTuple):
         gap_s: from the last answer's end (of the first: from the agent's start) until it is sent.
         conversation: its id.
         prompt_tokens: of the prompt.
-        common_tokens: leading ones of them that are the conversation's last prompt and answer.
+        common_tokens: leading ones of them that are the conversation's last prompt and answer; of a first prompt, that
+            all conversations begin with.
         output_tokens: of the answer.
         is_first: of the conversation.
         is_named: the conversation's id comes with it; a first one without may be a one-shot, to the router.
@@ -77,6 +78,7 @@ class Population(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         slow_tool_share: which one call in so many is.
         think_s, think_sigma: that a person takes between two turns.
         first_tokens, first_sigma: of a conversation's first prompt: system prompt, tools, a question.
+        shared_tokens: of those, that all conversations begin with, at most.
         tool_tokens, tool_tokens_sigma: that a tool's result adds to the prompt.
         user_tokens, user_sigma: that a person's message adds.
         output_tokens, output_sigma: of an answer.
@@ -99,6 +101,7 @@ class Population(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     think_sigma: float = 1.3
     first_tokens: float = 8_000.0
     first_sigma: float = 0.4
+    shared_tokens: int = 0
     tool_tokens: float = 300.0
     tool_tokens_sigma: float = 1.1
     user_tokens: float = 100.0
@@ -147,7 +150,7 @@ class Population(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         limit = self.max_context_tokens
         first = min(_tokens(random, self.first_tokens, self.first_sigma), int(2 * self.first_tokens))
         prompt = first + int(share * (limit - first))
-        common = 0
+        common = min(self.shared_tokens, first)
         is_first, is_named = True, random.random() >= self.anonymous_share
         turn_ends = 1 / self.steps
         while True:
