@@ -222,6 +222,21 @@ async def test_a_pause_returns_and_voids(client: Client, trainer: Trainer, mode:
     await assert_same_as_fresh(got, talk, trainer)
 
 
+async def test_a_release_during_a_pause_has_nothing_left_to_let_go_of(
+    client: Client, trainer: Trainer
+) -> None:
+    await trainer.clear()
+    talk = Talk(client, 35)
+    await talk.first()
+    async with asyncio.timeout(60):
+        await trainer.tell("decode", "/pause?mode=keep&clear_cache=false")
+        await talk.assert_let_go()
+        async with client.session.delete(f"{client.url}/v1/conversations/{talk._name}") as response:
+            assert response.status == 200
+        await trainer.tell("decode", "/resume")
+    await assert_fresh(talk, trainer)
+
+
 async def is_paused(client: Client) -> bool:
     return bool((await client.engine("decode"))["state"] == "paused")
 
