@@ -142,6 +142,8 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         self._matches: dict[str, Match] = {}
         self._reading: set[str] = set()
         self._peers: Peers | None = None
+        # Those of which decode engines are still to say what they have.
+        self._unanswered: dict[str, Request] = {}
         self._threshold: int = self.kv_recompute_threshold
         # All tokens that this engine has scheduled, of whichever request.
         self._scheduled = 0
@@ -193,6 +195,15 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         self._scheduler = scheduler
         if self._cache is not None:
             self._cache.scheduling(is_scheduling)
+        with self._guarded():
+            if is_scheduling and self._unanswered:
+                self._take_answers()
+
+    def _take_answers(self) -> None:
+        """Take in what has been answered, before any prompt is chosen: vLLM comes only to those that it has room for."""
+        for request in list(self._unanswered.values()):
+            if self._decide(request, request.kv_transfer_params or {}) is not None:
+                del self._unanswered[request.request_id]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> NixlConnectorMetadata:
         sealed: dict[str, Sealed] = {}
@@ -528,6 +539,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
                 timeout_s=self._settings.ask_timeout_s,
                 guarded=self._guarded,
             )
+        self._unanswered[request.request_id] = request
         self._peers.ask(
             request.request_id,
             addresses,
@@ -828,6 +840,7 @@ class CarrybackScheduler(NixlPullConnectorScheduler):
         params = request.kv_transfer_params
         match = self._matches.pop(request.request_id, None) or Match()
         self._waiting.pop(request.request_id, None)
+        self._unanswered.pop(request.request_id, None)
         with self._guarded():
             self._leave_line(request.request_id)
             if (
