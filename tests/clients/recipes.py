@@ -62,7 +62,7 @@ def check(requests: list[Seen], steps: list[tuple[str | None, str | None]] = STE
         assert [tuple(each["step"]) for each in conversation] == steps
         assert all(each["counted"] == each["sent"] for each in conversation)
         first, *rest = conversation
-        assert first["reason"] == "new"
+        assert first["reason"] in ("new", "verified")  # it may begin as another does
         assert {(each["outcome"], each["reason"]) for each in rest} == {("hit", "verified")}
         tokens = [each["tokens"] for each in conversation]
         assert all(more > less for less, more in pairwise(tokens))

@@ -76,6 +76,8 @@ class Client:
 
     async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
         """A request; its answer, streamed or not, put together."""
+        if isinstance(body, dict):
+            body = {"cache_salt": self.salt, **body}
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **(headers or {})}
         async with self.session.post(self.url + path, data=data, headers=headers) as response:

@@ -76,7 +76,7 @@ class Talk:
         """What the newest request is answered without reuse, and without a chain."""
         end = 1 if self.form.path != "/v1/completions" or not self.form.by_ids else TOKENS
         self.previous = None
-        answer = await self._post(self.history[:-end], OFF, **fields)
+        answer = await self._post(self.history[:-end], OFF, **{**fields, "cache_salt": uuid.uuid4().hex})
         assert (answer.reuse.tokens, answer.reuse.reason) == (0, "off")
         return spoken(self.form, answer)[0]
 
@@ -175,7 +175,8 @@ async def test_a7_all_forms_reuse_the_same_and_none_tells(pair: Pair, client: Cl
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 async def test_every_endpoint_hits_for_each_tenant(pair: Pair, path: str) -> None:
-    keys = {name: f"key-of-tenant-{name}-{uuid.uuid4().hex}" for name in ("one", "two")}
+    # (What tenants of these names have said before is not found.)
+    keys = {f"{name}{uuid.uuid4().hex[:8]}": f"key-of-tenant-{uuid.uuid4().hex}" for name in ("one", "two")}
     async with pair.router(api_keys=[f"{name}={key}" for name, key in keys.items()]) as client:
         # Both use the same id and the same words, and the engines are given a salt for each.
         talks = [

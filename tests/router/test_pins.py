@@ -78,7 +78,7 @@ async def test_a_listing_and_the_metrics_say_what_is_held(cluster: Cluster) -> N
     await until(lambda: decode.in_use == 0)
     for gauge in ("held_pins", "held_tokens", "held_blocks", "tenant_held_blocks", "in_flight_requests"):
         assert await cluster.metric(router, gauge) == 0, gauge
-    assert await cluster.metric(router, "locations_noted_total") == 3
+    assert await cluster.metric(router, "locations_noted_total") >= 3
     assert await cluster.metric(router, "releases_total", role="decode") == 2
 
 

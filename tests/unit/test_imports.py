@@ -15,10 +15,11 @@ ROOT = Path(__file__).parents[2]
 # Where each import package lives, and what of ours it may import besides itself.
 PACKAGES = {
     "carryback": ("sdk/carryback", set()),
-    # Which vLLM is supported is said once, and how waiting prompts are ordered.
+    # Which vLLM is supported is said once, and what the simulator does as engines do.
     "carryback_server": (
         "server/carryback_server",
-        {"carryback.wire", "carryback.identity", "carryback_vllm.version", "carryback_vllm.line"},
+        {"carryback.wire", "carryback.identity"}
+        | {f"carryback_vllm.{name}" for name in ("version", "line", "holds", "match")},
     ),
     "carryback_vllm": ("server/carryback_vllm", {"carryback.wire"}),
     "carryback_langgraph": ("integrations/carryback_langgraph", {"carryback"}),
