@@ -75,9 +75,15 @@ class Read:
     is_quick: bool = True
 
 
-def is_light(data: bytes) -> bool:
-    """Whether JSON can be looked at on the event loop."""
-    return len(data) <= _UNCOUNTED_BYTES or (len(data) <= LIGHT_BYTES and data.count(b",") <= LIGHT_COMMAS)
+def is_light(data: bytes, commas: int | None = None) -> bool:
+    """Whether JSON can be looked at on the event loop.
+
+    Args:
+        commas: in it, if they have been counted.
+    """
+    return len(data) <= _UNCOUNTED_BYTES or (
+        len(data) <= LIGHT_BYTES and (data.count(b",") if commas is None else commas) <= LIGHT_COMMAS
+    )
 
 
 class Room:
@@ -207,7 +213,7 @@ class Bodies:
         if len(pieces) > 1 and not is_quick:
             await self._my_turn()  # to copy it
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        return Read(data, is_light(data), is_quick)
+        return Read(data, is_light(data, commas), is_quick)
 
     async def _my_turn(self) -> None:
         """Wait for a turn of the event loop in which no other body is worked on: what all ask for has a turn between."""
